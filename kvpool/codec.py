@@ -1,0 +1,30 @@
+"""The contract of a hash codec: how block hashes travel inside a lookup request."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from typing_extensions import Buffer
+
+from kvpool.hashes import BlockHashes
+
+__all__ = ["HashCodec"]
+
+
+class HashCodec(ABC):
+    """Turns block hashes into one frame and back; stateless.
+
+    Framing, versions and deadlines belong to the transport.
+    """
+
+    #: Short name that both ends compare ("binary").
+    name: ClassVar[str]
+
+    @abstractmethod
+    def encode(self, hashes: BlockHashes) -> Buffer:
+        """One frame that holds every digest of ``hashes``."""
+
+    @abstractmethod
+    def decode(self, frame: Buffer, *, scheme: str) -> BlockHashes:
+        """The hashes of a frame, without a copy where the form allows it. Raises :class:`~kvpool.errors.HashError`."""

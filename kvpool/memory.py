@@ -1,0 +1,225 @@
+"""Memory as kvpool sees it: regions, many keys x many pieces, and where an engine's blocks live.
+
+Everything here is addresses and sizes in numpy arrays; bytes are only touched by :meth:`BlockLayout.gather` and
+:meth:`BlockLayout.scatter`, in C calls that release the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
+from kvpool.errors import LayoutError
+
+__all__ = ["BlockLayout", "Buffers", "Region"]
+
+Int64 = npt.NDArray[np.int64]
+Bytes2D = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One contiguous span of memory and what keeps it alive.
+
+    ``address``: first byte. ``nbytes``: length. ``owner``: any object whose life keeps the span valid. ``device``: "cpu"
+    for host memory; anything else is never shown as a memoryview, only staged or refused.
+    """
+
+    address: int
+    nbytes: int
+    owner: object = field(repr=False)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.address < 0 or (self.nbytes and not self.address):
+            raise LayoutError(f"region at {self.address:#x} with {self.nbytes} bytes is not a span of memory")
+
+    @classmethod
+    def of(cls, buffer: Buffer) -> Self:
+        """The region of a writable, contiguous buffer (bytearray, mmap, numpy array). Raises LayoutError otherwise."""
+        view = memoryview(buffer)
+        if view.readonly or not view.contiguous:
+            raise LayoutError("a region needs a writable, contiguous buffer")
+        array = np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)
+        return cls(int(array.ctypes.data) if view.nbytes else 0, view.nbytes, array)
+
+    @cached_property
+    def view(self) -> memoryview:
+        """The bytes as a writable memoryview; host memory only."""
+        if self.device != "cpu":
+            raise LayoutError(f"memory on {self.device} cannot be shown as a memoryview; stage it")
+        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
+
+    @cached_property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes as a writable uint8 array; host memory only."""
+        return np.frombuffer(self.view, np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """Memory of many keys, each made of the same number of pieces, in order.
+
+    ``regions``: the spans the pieces lie in. ``region``: intp[m], region index of piece column j. ``offsets``: int64[n, m],
+    byte offset of each piece in its region. ``sizes``: int64[n, m], byte length of each piece.
+    A value is the concatenation of its key's pieces. ``len()`` is the number of keys, n.
+    """
+
+    regions: tuple[Region, ...]
+    region: npt.NDArray[np.intp]
+    offsets: Int64
+    sizes: Int64
+
+    def __post_init__(self) -> None:
+        shape = self.offsets.shape
+        if len(shape) != 2 or self.sizes.shape != shape or self.region.shape != shape[1:]:
+            raise LayoutError(
+                f"buffers: offsets {shape}, sizes {self.sizes.shape} and region {self.region.shape} do not fit together"
+            )
+        if not self.offsets.size:
+            return
+        limits = np.array([r.nbytes for r in self.regions], np.int64)[self.region]
+        if self.offsets.min() < 0 or self.sizes.min() < 0 or bool((self.offsets + self.sizes > limits).any()):
+            raise LayoutError("buffers: a piece lies outside its region")
+
+    @classmethod
+    def single(cls, region: Region, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Self:
+        """One piece a key, all in one region. ``sizes`` may be one number for all."""
+        start = np.asarray(offsets, np.int64).reshape(-1, 1)
+        size = np.broadcast_to(np.asarray(sizes, np.int64).reshape(-1, 1), start.shape)
+        return cls((region,), np.zeros(1, np.intp), start, size)
+
+    @classmethod
+    def of(cls, *values: Buffer) -> Self:
+        """One writable buffer a key (a convenience for tests and small jobs)."""
+        regions = tuple(Region.of(v) for v in values)
+        n = len(regions)
+        if not n:
+            return cls((), np.zeros(0, np.intp), np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+        sizes = np.zeros((n, n), np.int64)
+        np.fill_diagonal(sizes, [r.nbytes for r in regions])
+        return cls(regions, np.arange(n, dtype=np.intp), np.zeros((n, n), np.int64), sizes)
+
+    def __len__(self) -> int:
+        return int(self.offsets.shape[0])
+
+    @cached_property
+    def nbytes(self) -> Int64:
+        """int64[n]: total bytes of each key."""
+        return self.sizes.sum(axis=1, dtype=np.int64)
+
+    @cached_property
+    def addresses(self) -> Int64:
+        """int64[n, m]: absolute address of each piece."""
+        base = np.array([r.address for r in self.regions], np.int64)
+        return self.offsets + base[self.region] if len(self.regions) else self.offsets
+
+    def views(self, i: int) -> list[memoryview]:
+        """The non-empty pieces of key ``i`` in order, writable; host memory only."""
+        return [
+            self.regions[r].view[o : o + s]
+            for r, o, s in zip(self.region.tolist(), self.offsets[i].tolist(), self.sizes[i].tolist(), strict=True)
+            if s
+        ]
+
+    def select(self, index: npt.ArrayLike) -> Buffers:
+        """The buffers of some keys, by index or mask, in the order given."""
+        rows = np.asarray(index)
+        rows = rows if rows.dtype == np.bool_ else rows.astype(np.intp)
+        return Buffers(self.regions, self.region, self.offsets[rows], self.sizes[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Where one group's blocks live in an engine's memory.
+
+    Block ``b`` consists of m pieces; piece j is ``sizes[j]`` bytes at ``offsets[j] + b * strides[j]`` in
+    ``regions[region[j]]``. One piece a layer is typical. Blocks are opaque bytes.
+    """
+
+    regions: tuple[Region, ...]
+    region: npt.NDArray[np.intp]
+    offsets: Int64
+    strides: Int64
+    sizes: Int64
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        m = len(self.region)
+        if not (len(self.offsets) == len(self.strides) == len(self.sizes) == m):
+            raise LayoutError("block layout: region, offsets, strides and sizes need one entry a piece")
+        for j in range(m):
+            last = int(self.offsets[j] + (self.num_blocks - 1) * self.strides[j] + self.sizes[j])
+            if self.offsets[j] < 0 or self.sizes[j] <= 0 or (self.num_blocks > 1 and self.strides[j] < self.sizes[j]):
+                raise LayoutError(f"block layout: piece {j} overlaps its neighbour block or is empty")
+            if last > self.regions[self.region[j]].nbytes:
+                raise LayoutError(f"block layout: piece {j} of block {self.num_blocks - 1} ends outside its region")
+
+    @classmethod
+    def of_arrays(cls, *layers: npt.NDArray[np.generic]) -> Self:
+        """The layout of C-contiguous arrays ``[num_blocks, ...]``, one a layer."""
+        if not layers or len({a.shape[0] for a in layers}) != 1 or not all(a.flags.c_contiguous for a in layers):
+            raise LayoutError("block layout: needs C-contiguous arrays with one common number of blocks")
+        regions = tuple(Region.of(a.reshape(-1).view(np.uint8)) for a in layers)
+        page = np.array([a.nbytes // a.shape[0] for a in layers], np.int64)
+        return cls(regions, np.arange(len(layers), dtype=np.intp), np.zeros_like(page), page, page, layers[0].shape[0])
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all pieces."""
+        return int(self.sizes.sum())
+
+    @cached_property
+    def _columns(self) -> tuple[tuple[Bytes2D, slice], ...]:
+        """For each piece: its blocks as uint8[num_blocks, size], and its place within a gathered block."""
+        ends = np.cumsum(self.sizes)
+        return tuple(
+            (
+                np.lib.stride_tricks.as_strided(
+                    self.regions[r].array[o:], (self.num_blocks, int(s)), (int(t), 1), writeable=True
+                ),
+                slice(int(e - s), int(e)),
+            )
+            for r, o, s, t, e in zip(self.region, self.offsets, self.sizes, self.strides, ends, strict=True)
+        )
+
+    def check(self, block_ids: npt.ArrayLike) -> npt.NDArray[np.intp]:
+        """``block_ids`` as an index array. Raises LayoutError for an id that is no block of this layout."""
+        ids = np.asarray(block_ids, np.intp)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
+            raise LayoutError(f"block id outside 0..{self.num_blocks - 1}: {ids.min()}..{ids.max()}")
+        return ids
+
+    def buffers(self, block_ids: npt.ArrayLike) -> Buffers:
+        """The engine memory of chunks. ``block_ids``: [n] or [n, k] with k blocks a chunk; pieces go block by block."""
+        ids = self.check(block_ids)
+        ids = ids.reshape(len(ids), -1)
+        offsets = (self.offsets + ids[:, :, None] * self.strides).reshape(len(ids), -1).astype(np.int64)
+        k = ids.shape[1]
+        return Buffers(
+            self.regions, np.tile(self.region, k), offsets, np.broadcast_to(np.tile(self.sizes, k), offsets.shape)
+        )
+
+    def gather(self, block_ids: npt.ArrayLike, out: Bytes2D) -> None:
+        """Copy blocks out of the engine: row i of ``out`` (uint8[n, block_bytes]) becomes block ``block_ids[i]``."""
+        ids = self._checked_rows(block_ids, out)
+        for blocks, place in self._columns:
+            out[:, place] = np.take(blocks, ids, axis=0, mode="clip")
+
+    def scatter(self, block_ids: npt.ArrayLike, source: Bytes2D) -> None:
+        """Copy blocks into the engine: block ``block_ids[i]`` becomes row i of ``source`` (uint8[n, block_bytes])."""
+        ids = self._checked_rows(block_ids, source)
+        for blocks, place in self._columns:
+            blocks[ids] = source[:, place]
+
+    def _checked_rows(self, block_ids: npt.ArrayLike, rows: Bytes2D) -> npt.NDArray[np.intp]:
+        ids = self.check(block_ids)
+        if rows.shape != (len(ids), self.block_bytes):
+            raise LayoutError(f"{len(ids)} blocks of {self.block_bytes} bytes do not fit rows of shape {rows.shape}")
+        return ids

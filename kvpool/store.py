@@ -1,0 +1,141 @@
+"""The contract between kvpool and a place that keeps bytes.
+
+A store maps string keys to immutable byte values. It knows nothing of tokens, engines or layouts. Deadlines are
+enforced, retries, circuit breaking, checksums, tiering and metrics are added by wrapper stores, not by each backend.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvpool.memory import Buffers
+    from kvpool.registry import URL
+
+__all__ = ["ABSENT", "PRESENT", "UNKNOWN", "Capabilities", "Presence", "Results", "Status", "Store"]
+
+#: One entry a key, uint8: :data:`ABSENT`, :data:`PRESENT` or :data:`UNKNOWN`.
+Presence = npt.NDArray[np.uint8]
+ABSENT = 0
+PRESENT = 1
+#: The store could not tell (failed, timed out). Callers treat it as absent, and count it apart.
+UNKNOWN = 2
+
+
+class Status(IntEnum):
+    """What happened to one key of a batch."""
+
+    OK = 0  #: read in full and proven; or stored; or deleted. A put of an existing key is OK and changes nothing.
+    ABSENT = 1  #: nothing (whole) is stored under the key
+    FAILED = 2  #: the store failed for this key; see ``Results.errors``
+    TIMED_OUT = 3  #: the deadline passed before this key was done
+    CORRUPT = 4  #: something is stored but it is not what the key promises (length, format, checksum)
+    REJECTED = 5  #: the store refuses to take it now (full, value too large); puts only
+
+
+@dataclass(slots=True)
+class Results:
+    """The outcome of a batch as columns, aligned one to one with its keys, never compacted.
+
+    ``status``: uint8[n] of :class:`Status`. ``nbytes``: int64[n], bytes moved for the key (0 unless OK).
+    ``errors``: the few failures worth a message, by key index.
+    """
+
+    status: npt.NDArray[np.uint8]
+    nbytes: npt.NDArray[np.int64]
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, n: int, status: Status = Status.ABSENT) -> Self:
+        """Results for ``n`` keys that all stand at ``status``."""
+        return cls(np.full(n, status, np.uint8), np.zeros(n, np.int64))
+
+    def set(self, i: int, status: Status, nbytes: int = 0, error: Exception | None = None) -> None:
+        """Record the outcome of key ``i``."""
+        self.status[i] = status
+        self.nbytes[i] = nbytes
+        if error is not None:
+            self.errors[i] = error
+
+    @property
+    def ok(self) -> npt.NDArray[np.bool_]:
+        """bool[n]: which keys are OK."""
+        return self.status == Status.OK
+
+    def __len__(self) -> int:
+        return len(self.status)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store promises. Plain data, known before the store is opened where that is possible."""
+
+    shared: bool  #: other processes that open the same URL see the same values
+    zero_copy: bool = False  #: moves bytes straight between registered engine memory and the store
+    ttl: bool = False  #: values may expire by themselves
+    scan: bool = False  #: implements SupportsScan
+    max_value_bytes: int | None = None  #: larger values are REJECTED
+    loops: frozenset[str] = frozenset({"asyncio", "trio"})  #: event loops it runs on; others are refused by name
+
+
+class Store(ABC):
+    """An async context manager that keeps immutable values under string keys.
+
+    Contract, checked by :mod:`kvpool.testing`:
+
+    - A put is atomic and idempotent: a reader sees the whole value or none; an existing value is never changed.
+      Something half-written is absent.
+    - Results align with the keys given, duplicates and holes included; an empty batch does nothing.
+    - ``deadline`` is absolute on the running loop's clock (``anyio.current_time()``, seconds). What is not done by then is
+      TIMED_OUT (UNKNOWN for ``exists``); the call returns soon after the deadline.
+    - Cancelling a call is safe: nothing touches the caller's memory after the call has returned or raised.
+    - Bytes of a destination whose status is not OK are undefined (they may have been partly written).
+    - Keys are non-empty ASCII text without whitespace or control characters, of up to 512 characters;
+      ``/`` separates name parts.
+    - A call before ``__aenter__`` or after ``__aexit__`` raises :class:`~kvpool.errors.StoreClosed`. A store may be opened
+      once. Closing while calls run lets them end: each returns or raises StoreClosed.
+    """
+
+    capabilities: Capabilities
+    #: URL scheme under which a backend registers itself (informative; the registry decides).
+    scheme: ClassVar[str] = ""
+
+    @classmethod
+    @abstractmethod
+    def from_url(cls, url: URL) -> Self:
+        """Build a closed store from a parsed URL. Raises :class:`~kvpool.errors.ConfigError` naming field and value."""
+
+    @abstractmethod
+    async def __aenter__(self) -> Self:
+        """Open: connect, create directories, start threads."""
+
+    @abstractmethod
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Close: let go of all memory, descriptors and threads."""
+
+    @abstractmethod
+    async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
+        """uint8[len(keys)]: which keys have a whole value."""
+
+    @abstractmethod
+    async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+        """Read each value into its pieces of memory. A stored length other than the pieces' total is CORRUPT."""
+
+    @abstractmethod
+    async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
+        """Store each value, if its key is absent. OK means a later reader may find it, not that it is durable."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
+        """Remove values: OK if one was removed, ABSENT if there was none."""
