@@ -27,8 +27,8 @@ Bytes2D = npt.NDArray[np.uint8]
 class Region:
     """One contiguous span of memory and what keeps it alive.
 
-    ``address``: first byte. ``nbytes``: length. ``owner``: any object whose life keeps the span valid. ``device``: "cpu"
-    for host memory; anything else is never shown as a memoryview, only staged or refused.
+    ``address``: first byte. ``nbytes``: length. ``owner``: any object whose life keeps the span valid. ``device``:
+    "cpu" for host memory; anything else is never shown as a memoryview, only staged or refused.
     """
 
     address: int
@@ -66,8 +66,8 @@ class Region:
 class Buffers:
     """Memory of many keys, each made of the same number of pieces, in order.
 
-    ``regions``: the spans the pieces lie in. ``region``: intp[m], region index of piece column j. ``offsets``: int64[n, m],
-    byte offset of each piece in its region. ``sizes``: int64[n, m], byte length of each piece.
+    ``regions``: the spans the pieces lie in. ``region``: intp[m], region index of piece column j.
+    ``offsets``: int64[n, m], byte offset of each piece in its region. ``sizes``: int64[n, m], its length in bytes.
     A value is the concatenation of its key's pieces. ``len()`` is the number of keys, n.
     """
 
@@ -166,7 +166,7 @@ class BlockLayout:
         """The layout of C-contiguous arrays ``[num_blocks, ...]``, one a layer."""
         if not layers or len({a.shape[0] for a in layers}) != 1 or not all(a.flags.c_contiguous for a in layers):
             raise LayoutError("block layout: needs C-contiguous arrays with one common number of blocks")
-        regions = tuple(Region.of(a.reshape(-1).view(np.uint8)) for a in layers)
+        regions = tuple(Region.of(a.reshape(-1).view(np.uint8).data) for a in layers)
         page = np.array([a.nbytes // a.shape[0] for a in layers], np.int64)
         return cls(regions, np.arange(len(layers), dtype=np.intp), np.zeros_like(page), page, page, layers[0].shape[0])
 

@@ -69,7 +69,7 @@ class Results:
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
         """bool[n]: which keys are OK."""
-        return self.status == Status.OK
+        return np.equal(self.status, Status.OK)
 
     def __len__(self) -> int:
         return len(self.status)
@@ -95,14 +95,14 @@ class Store(ABC):
     - A put is atomic and idempotent: a reader sees the whole value or none; an existing value is never changed.
       Something half-written is absent.
     - Results align with the keys given, duplicates and holes included; an empty batch does nothing.
-    - ``deadline`` is absolute on the running loop's clock (``anyio.current_time()``, seconds). What is not done by then is
-      TIMED_OUT (UNKNOWN for ``exists``); the call returns soon after the deadline.
+    - ``deadline`` is absolute on the running loop's clock (``anyio.current_time()``, seconds). What is not done by then
+      is TIMED_OUT (UNKNOWN for ``exists``); the call returns soon after the deadline.
     - Cancelling a call is safe: nothing touches the caller's memory after the call has returned or raised.
     - Bytes of a destination whose status is not OK are undefined (they may have been partly written).
     - Keys are non-empty ASCII text without whitespace or control characters, of up to 512 characters;
       ``/`` separates name parts.
-    - A call before ``__aenter__`` or after ``__aexit__`` raises :class:`~kvpool.errors.StoreClosed`. A store may be opened
-      once. Closing while calls run lets them end: each returns or raises StoreClosed.
+    - A call before ``__aenter__`` or after ``__aexit__`` raises :class:`~kvpool.errors.StoreClosed`. A store may be
+      opened once. Closing while calls run lets them end: each returns or raises StoreClosed.
     """
 
     capabilities: Capabilities

@@ -74,11 +74,11 @@ class PolledLookupClient(ABC):
 
     @abstractmethod
     def submit(self, request: LookupRequest, *, timeout: float) -> int:
-        """Send; returns a ticket. Never blocks and never raises for a peer that is away: the ticket then fails by timeout."""
+        """Send; returns a ticket. Never blocks, never raises for a peer that is away: that ticket ends by timeout."""
 
     @abstractmethod
     def poll(self, *, wait: float = 0.0) -> Sequence[tuple[int, LookupResult | TransportError]]:
-        """Tickets that are done: answered, failed or timed out, each exactly once. Waits up to ``wait`` seconds for one."""
+        """Tickets that are done (answered, failed, timed out), each once; waits up to ``wait`` seconds for one."""
 
     @abstractmethod
     def cancel(self, ticket: int) -> None:
