@@ -1,0 +1,187 @@
+"""Block hashes: many fixed-size digests in one flat buffer, read without copies.
+
+The digest of block i covers all tokens up to the end of block i, because each digest folds in the one before it
+(*chaining*). Everything else in kvpool leans on that: one digest names a whole prefix, so a chunk of several hash
+blocks is named by its last one. Hashes that are not chained are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
+from kvpool.errors import HashError
+
+__all__ = ["CHAIN_SCHEME", "UNCHAINED", "BlockHashes", "chain_hashes", "chunk_hashes"]
+
+Rows = npt.NDArray[np.uint8]
+#: Scheme of :func:`chain_hashes`.
+CHAIN_SCHEME = "kvpool-sha256"
+#: The scheme by which a caller admits that its hashes are not chained; refused.
+UNCHAINED = "unchained"
+_DIGEST = 32
+
+
+class BlockHashes(Sequence[bytes]):
+    """A sequence of digests over one buffer; a digest is copied only when it is asked for.
+
+    ``data``: digests of ``hash_len`` bytes back to back; it must not change while this object lives. ``scheme`` names
+    how the digests are chained (algorithm and seed, e.g. "sha256_cbor"); two ends that use different schemes never
+    share keys. Slices are views. Not thread-safe while it grows.
+
+    Raises :class:`~kvpool.errors.HashError` for a ragged buffer, and for a scheme that is empty or unchained.
+    """
+
+    __slots__ = ("_count", "_rows", "hash_len", "scheme")
+
+    #: Bytes of one digest; 0 only while there is none.
+    hash_len: int
+    scheme: str
+
+    def __init__(self, data: Buffer = b"", hash_len: int = 0, *, scheme: str) -> None:
+        if not scheme or scheme.startswith(UNCHAINED):
+            raise HashError(
+                f"hash scheme {scheme!r}: kvpool keys a prefix by one digest, so each digest must fold in the one "
+                "before it; name the chained scheme, or use chain_hashes()"
+            )
+        self.scheme = scheme
+        self.hash_len = hash_len
+        self._rows = _rows(data, hash_len)
+        self._count = len(self._rows)
+
+    @classmethod
+    def _of_rows(cls, rows: Rows, scheme: str) -> Self:
+        made = cls.__new__(cls)
+        made.scheme, made.hash_len, made._rows, made._count = scheme, rows.shape[1], rows, len(rows)
+        return made
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int, /) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Self: ...
+    def __getitem__(self, index: int | slice, /) -> bytes | Self:
+        if isinstance(index, slice):
+            return self._of_rows(self._rows[: self._count][index], self.scheme)
+        i = index + self._count if index < 0 else index
+        if not 0 <= i < self._count:
+            raise IndexError(f"hash {index} of {self._count}")
+        digest: bytes = self._rows[i].tobytes()
+        return digest
+
+    @property
+    def view(self) -> memoryview:
+        """All digests back to back, read-only. No copy, but for a slice with a step other than 1."""
+        return np.ascontiguousarray(self._rows[: self._count]).reshape(-1).data.toreadonly()
+
+    def pack(self, indices: npt.NDArray[np.intp]) -> bytes:
+        """The digests at ``indices`` (intp[n], 0 <= i < len) back to back, in one gather. Raises IndexError."""
+        return self._rows[: self._count].take(indices, axis=0).tobytes()
+
+    def extend(self, digests: Buffer | Iterable[bytes]) -> None:
+        """Append digests: one buffer of them, or any iterable. Slices taken before keep what they show.
+
+        The first iterable decides ``hash_len`` if it is still 0. Raises HashError for digests of another length.
+        """
+        try:
+            flat: Buffer = memoryview(digests)  # type: ignore[arg-type]
+        except TypeError:
+            many = list(cast("Iterable[bytes]", digests))
+            lengths = set(map(len, many))
+            if not self.hash_len and len(lengths) == 1:
+                self.hash_len = lengths.pop()
+                self._rows = _rows(b"", self.hash_len)
+            elif lengths - {self.hash_len}:
+                raise HashError(
+                    f"digests of {sorted(lengths)} bytes do not extend hashes of {self.hash_len} bytes"
+                ) from None
+            flat = b"".join(many)
+        new = _rows(flat, self.hash_len)
+        end = self._count + len(new)
+        if not len(new):
+            return
+        if end > len(self._rows) or not self._rows.flags.writeable or not self._rows.flags.c_contiguous:
+            grown = np.empty((max(end, 2 * self._count, 64), self.hash_len), np.uint8)  # doubling: appends stay linear
+            grown[: self._count] = self._rows[: self._count]
+            self._rows = grown
+        self._rows[self._count : end] = new
+        self._count = end
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockHashes):
+            return NotImplemented
+        return self.scheme == other.scheme and np.array_equal(self._rows[: len(self)], other._rows[: len(other)])
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"BlockHashes({self._count} x {self.hash_len} bytes, scheme={self.scheme!r})"
+
+
+def _rows(data: Buffer, hash_len: int) -> Rows:
+    """The buffer as read-only uint8[n, hash_len]."""
+    view = memoryview(data)
+    flat: npt.NDArray[np.uint8] = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+    if hash_len < 0 or (flat.size % hash_len if hash_len else flat.size):
+        raise HashError(f"{flat.size} bytes are not a whole number of {hash_len}-byte digests")
+    rows = flat.reshape(-1, hash_len) if hash_len else np.empty((0, 0), np.uint8)
+    rows.flags.writeable = False  # of this view only: the caller's buffer is never grown into
+    return rows
+
+
+def chunk_hashes(hashes: BlockHashes, block_size: int, hash_block_size: int) -> BlockHashes:
+    """One digest a chunk of ``block_size`` tokens: the chunk's last sub-hash; chunks that are not whole have none.
+
+    A view: digest i of the result is ``hashes[(i + 1) * block_size // hash_block_size - 1]``. Equal sizes return
+    ``hashes`` itself. Raises HashError when ``block_size`` is no multiple of ``hash_block_size``.
+    """
+    if hash_block_size <= 0 or block_size <= 0 or block_size % hash_block_size:
+        raise HashError(f"block size {block_size} is not a multiple of the hash block size {hash_block_size}")
+    ratio = block_size // hash_block_size
+    return hashes if ratio == 1 else hashes[ratio - 1 :: ratio]
+
+
+def chain_hashes(
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    block: int,
+    *,
+    seed: bytes = b"",
+    extra: Mapping[int, bytes] | None = None,
+    onto: BlockHashes | None = None,
+) -> BlockHashes:
+    """Chained sha256 digests of every whole block of ``tokens``, for engines that have no block hashes of their own.
+
+    ``seed``: whatever else decides the bytes of every block (tenant salt, adapter fingerprint). ``extra``: by block
+    index, what a block holds besides its token ids (image digests). ``onto``: the hashes of a shorter prefix of the
+    same tokens, made with the same seed; only what is missing is computed and appended to it.
+
+    Digest i = sha256(digest i-1, the block's tokens as little-endian int64, extra); the first parent is a digest of
+    seed and block size. sha256 because a collision would hand one prompt another prompt's bytes.
+    """
+    if block <= 0:
+        raise HashError(f"hash block size {block} must be positive")
+    hashes = BlockHashes(hash_len=_DIGEST, scheme=CHAIN_SCHEME) if onto is None else onto
+    if hashes.scheme != CHAIN_SCHEME:
+        raise HashError(f"cannot continue hashes of scheme {hashes.scheme!r} with {CHAIN_SCHEME!r}")
+    start, end = len(hashes), len(tokens) // block
+    if start > end:
+        raise HashError(f"{start} hashes do not fit {len(tokens)} tokens in blocks of {block}")
+    data = memoryview(np.asarray(tokens[start * block : end * block], "<i8").tobytes())
+    digest = hashes[-1] if start else hashlib.sha256(b"kvpool chain 1\0%d\0" % block + seed).digest()
+    fresh = bytearray()
+    for i in range(end - start):
+        state = hashlib.sha256(digest)
+        state.update(data[i * block * 8 : (i + 1) * block * 8])
+        if extra and (more := extra.get(start + i)):
+            state.update(more)
+        digest = state.digest()
+        fresh += digest
+    hashes.extend(fresh)
+    return hashes

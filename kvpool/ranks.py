@@ -1,0 +1,76 @@
+"""Which rank holds which part of a group's values: key shards, replicas and who stores what.
+
+Values that are the same on several ranks (MLA, fewer KV heads than tensor-parallel ranks) exist once in the store; the
+ranks that hold them share the puts between them. Every rank loads all it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.errors import ConfigError
+
+__all__ = ["Parallel", "Rank"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where one worker stands in each parallel dimension; each from 0."""
+
+    tensor: int = 0
+    pipeline: int = 0
+    prefill_context: int = 0
+    decode_context: int = 0
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of the parallel dimensions.
+
+    Decode context parallelism divides the tensor-parallel ranks: rank t stands at ``t % decode_context``. With it every
+    rank's blocks differ, so nothing is replicated.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    prefill_context: int = 1
+    decode_context: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "prefill_context", "decode_context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"parallel size {name} = {getattr(self, name)} must be at least 1")
+        if self.tensor % self.decode_context:
+            raise ConfigError(
+                f"decode context parallel size {self.decode_context} must divide the tensor size {self.tensor}"
+            )
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.tensor * self.pipeline * self.prefill_context
+
+    def replicas(self, kv_heads: int | None) -> int:
+        """How many tensor-parallel ranks hold the same bytes.
+
+        ``kv_heads``: KV heads of the whole model; 1 for values every rank holds in full (MLA); None for state that
+        differs on every rank (Mamba).
+        """
+        if kv_heads is None or self.decode_context > 1:
+            return 1
+        return max(1, self.tensor // kv_heads)
+
+    def shards(self, kv_heads: int | None) -> int:
+        """How many different values a chunk has over all ranks: every one must be stored for the chunk to be hit."""
+        return self.tensor // self.replicas(kv_heads) * self.prefill_context * self.pipeline
+
+    def shard(self, rank: Rank, kv_heads: int | None) -> int:
+        """The shard that ``rank`` loads and helps to store."""
+        column = rank.tensor // self.replicas(kv_heads)
+        width = self.tensor // self.replicas(kv_heads)
+        return (rank.prefill_context * width + column) * self.pipeline + rank.pipeline
+
+    def put_stripe(self, rank: Rank, kv_heads: int | None) -> tuple[int, int]:
+        """(step, phase): ``rank`` stores the chunks with ``id % step == (phase + group) % step``."""
+        step = self.replicas(kv_heads)
+        return step, rank.tensor % step
