@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from kvpool.errors import LayoutError
 
 if TYPE_CHECKING:
     from kvpool.memory import Buffers
     from kvpool.registry import URL
 
-__all__ = ["ABSENT", "PRESENT", "UNKNOWN", "Capabilities", "Presence", "Results", "Status", "Store"]
+__all__ = [
+    "ABSENT",
+    "PRESENT",
+    "UNKNOWN",
+    "Capabilities",
+    "Presence",
+    "Results",
+    "Status",
+    "Store",
+    "SupportsClear",
+    "SupportsScan",
+    "check_batch",
+]
 
 #: One entry a key, uint8: :data:`ABSENT`, :data:`PRESENT` or :data:`UNKNOWN`.
 Presence = npt.NDArray[np.uint8]
@@ -73,6 +87,12 @@ class Results:
 
     def __len__(self) -> int:
         return len(self.status)
+
+
+def check_batch(keys: Sequence[str], buffers: Buffers | None) -> None:
+    """What every backend checks first. Raises :class:`~kvpool.errors.LayoutError`: not one entry of buffers a key."""
+    if buffers is not None and len(buffers) != len(keys):
+        raise LayoutError(f"{len(keys)} keys do not fit buffers of {len(buffers)} values; give one a key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +159,21 @@ class Store(ABC):
     @abstractmethod
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
         """Remove values: OK if one was removed, ABSENT if there was none."""
+
+
+@runtime_checkable
+class SupportsScan(Protocol):
+    """A store that can list its keys; ``capabilities.scan`` is true."""
+
+    def scan(self, prefix: str = "") -> AsyncIterator[str]:
+        """The keys that begin with ``prefix``, in no order; those that come or go meanwhile may be missed."""
+        ...
+
+
+@runtime_checkable
+class SupportsClear(Protocol):
+    """A store that can remove many keys at once."""
+
+    async def clear(self, prefix: str = "") -> int:
+        """Remove the keys that begin with ``prefix``; the number removed. Raises StoreError if it cannot."""
+        ...

@@ -1,0 +1,249 @@
+"""MemoryStore: values in this process's memory, bounded, least recently used first out.
+
+``memory://`` is private to one store; all ``memory://name`` of one process share one pool, which lives as long as any
+of them is open. ``capacity`` bounds the sum of value sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import ClassVar, Self
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ByteSize, Field
+
+from kvpool.backends._lifecycle import Lifecycle
+from kvpool.errors import ConfigError
+from kvpool.memory import Buffers
+from kvpool.registry import URL
+from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
+
+__all__ = ["MemoryStore"]
+
+#: A stored value. Never written to again once it is in a pool, so it may be read without a lock.
+Value = npt.NDArray[np.uint8]
+
+_SLICE_BYTES = 1 << 20  # copied between two checkpoints: about 0.1 ms of the loop's time
+_KEY_COST = 1 << 12  # a key takes about as long as copying this many bytes
+_WINDOW = 1024  # keys probed under one hold of the lock
+
+
+class _Options(BaseModel):
+    capacity: ByteSize | None = Field(None, gt=0, description="a size above 0, such as 2GiB; unlimited without it")
+
+
+class _Pool:
+    """The values of one name. Stores of several event loops may share it: every step holds the lock, and is short."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        self._nbytes = 0
+        self._values: OrderedDict[str, Value] = OrderedDict()
+        self._lock = threading.Lock()
+        self.users = 0
+
+    def touch(self, keys: Iterable[str]) -> list[bool]:
+        """Which keys are there; those that are become the most recently used, for a load will follow."""
+        with self._lock:
+            return [self._touch(key) is not None for key in keys]
+
+    def get(self, key: str) -> Value | None:
+        with self._lock:
+            return self._touch(key)
+
+    def add(self, key: str, value: Value) -> None:
+        """Store a value that is no larger than the capacity, unless the key is there; the oldest make room."""
+        with self._lock:
+            if self._touch(key) is not None:
+                return
+            while self.capacity is not None and self._nbytes + value.nbytes > self.capacity:
+                self._nbytes -= self._values.popitem(last=False)[1].nbytes
+            self._values[key] = value
+            self._nbytes += value.nbytes
+
+    def remove(self, key: str) -> bool:
+        with self._lock:
+            value = self._values.pop(key, None)
+            if value is None:
+                return False
+            self._nbytes -= value.nbytes
+            return True
+
+    def keys(self, prefix: str) -> list[str]:
+        with self._lock:
+            return [key for key in self._values if key.startswith(prefix)]
+
+    def _touch(self, key: str) -> Value | None:
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+
+_shared: dict[str, _Pool] = {}
+_shared_lock = threading.Lock()
+
+
+class MemoryStore(Store):
+    """Keeps copies of values in this process. ``capacity``: bytes of values at most, None for no limit."""
+
+    scheme: ClassVar[str] = "memory"
+    capabilities = Capabilities(shared=False, scan=True)
+
+    def __init__(self, *, name: str = "", capacity: int | None = None) -> None:
+        self._name = name
+        self._capacity = capacity
+        self._life = Lifecycle(f"memory store {name!r}" if name else "memory store")
+        self._pool = _Pool(capacity)
+
+    @classmethod
+    def from_url(cls, url: URL) -> Self:
+        """``memory://[name][?capacity=2GiB]``."""
+        if url.port is not None or url.username or url.path not in ("", "/"):
+            raise ConfigError(f"{url}: a memory store is memory:// or memory://name, with capacity as its one option")
+        return cls(name=url.host, capacity=url.options(_Options).capacity)
+
+    async def __aenter__(self) -> Self:
+        self._life.open()
+        if self._name:
+            with _shared_lock:
+                pool = _shared.setdefault(self._name, self._pool)
+                if pool.capacity != self._capacity:
+                    self._life.closed = True
+                    raise ConfigError(
+                        f"memory store {self._name!r} is open with capacity={pool.capacity}, "
+                        f"so it cannot be opened with capacity={self._capacity}"
+                    )
+                pool.users += 1
+                self._pool = pool
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._life.closed:
+            return
+        await self._life.close()
+        with _shared_lock:
+            self._pool.users -= 1
+            if self._name and not self._pool.users:
+                del _shared[self._name]
+        self._pool = _Pool(self._capacity)
+
+    async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
+        found = np.full(len(keys), UNKNOWN, np.uint8)
+        with self._life.call():
+            turns = _Turns(self._life, deadline)
+            for start in range(0, len(keys), _WINDOW):
+                if not await turns.take(_WINDOW * _KEY_COST):
+                    break
+                there = self._pool.touch(keys[start : start + _WINDOW])
+                found[start : start + len(there)] = np.where(there, PRESENT, ABSENT)
+        return found
+
+    async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+        sizes = into.nbytes.tolist()
+
+        async def get(i: int, turns: _Turns) -> tuple[Status, int]:
+            value = self._pool.get(keys[i])
+            if value is None:
+                return Status.ABSENT, 0
+            if value.nbytes != sizes[i]:
+                return Status.CORRUPT, 0
+            start = 0
+            for piece in _slices(into.views(i)):
+                if not await turns.take(piece.nbytes):
+                    return Status.TIMED_OUT, 0
+                np.copyto(piece, value[start : start + piece.nbytes])
+                start += piece.nbytes
+            return Status.OK, start
+
+        return await self._each(keys, get, deadline, into)
+
+    async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
+        sizes = source.nbytes.tolist()
+
+        async def put(i: int, turns: _Turns) -> tuple[Status, int]:
+            if self._pool.get(keys[i]) is not None:
+                return Status.OK, 0
+            if self._capacity is not None and sizes[i] > self._capacity:
+                return Status.REJECTED, 0
+            value = np.empty(sizes[i], np.uint8)
+            start = 0
+            for piece in _slices(source.views(i)):
+                if not await turns.take(piece.nbytes):
+                    return Status.TIMED_OUT, 0
+                np.copyto(value[start : start + piece.nbytes], piece)
+                start += piece.nbytes
+            self._pool.add(keys[i], value)
+            return Status.OK, start
+
+        return await self._each(keys, put, deadline, source)
+
+    async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
+        async def delete(i: int, turns: _Turns) -> tuple[Status, int]:
+            return (Status.OK if self._pool.remove(keys[i]) else Status.ABSENT), 0
+
+        return await self._each(keys, delete, deadline)
+
+    async def scan(self, prefix: str = "") -> AsyncIterator[str]:
+        """The keys that begin with ``prefix``, as they are when the first is asked for."""
+        self._life.check()
+        for key in self._pool.keys(prefix):
+            yield key
+
+    async def clear(self, prefix: str = "") -> int:
+        """Remove the keys that begin with ``prefix``; the number removed."""
+        self._life.check()
+        return sum(map(self._pool.remove, self._pool.keys(prefix)))
+
+    async def _each(
+        self,
+        keys: Sequence[str],
+        step: Callable[[int, _Turns], Awaitable[tuple[Status, int]]],
+        deadline: float,
+        buffers: Buffers | None = None,
+    ) -> Results:
+        check_batch(keys, buffers)
+        results = Results.empty(len(keys), Status.TIMED_OUT)
+        with self._life.call():
+            turns = _Turns(self._life, deadline)
+            for i in range(len(keys)):
+                if not await turns.take(_KEY_COST):
+                    break
+                results.set(i, *await step(i, turns))
+        return results
+
+
+class _Turns:
+    """Gives the loop a turn for each 1 MiB of work; notices there that the deadline has passed or the store closed."""
+
+    def __init__(self, life: Lifecycle, deadline: float) -> None:
+        self._life = life
+        self._deadline = deadline
+        self._left = 0
+        self._late = False
+
+    async def take(self, nbytes: int) -> bool:
+        """About to do this much. False: the deadline has passed."""
+        self._left -= nbytes
+        if self._left < 0:
+            self._left = _SLICE_BYTES
+            await anyio.lowlevel.checkpoint()
+            self._life.check()
+            self._late = anyio.current_time() >= self._deadline
+        return not self._late
+
+
+def _slices(pieces: Iterable[memoryview]) -> Iterator[Value]:
+    """The pieces as arrays of at most 1 MiB."""
+    for piece in pieces:
+        array = np.frombuffer(piece, np.uint8)
+        yield from (array[at : at + _SLICE_BYTES] for at in range(0, array.nbytes, _SLICE_BYTES))
