@@ -1,0 +1,25 @@
+"""The examples are scripts next to each other, not an installed package: make them importable."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # many small products: threads would only wait for each other
+
+
+@pytest.fixture
+def examples() -> Path:
+    """The directory of the examples."""
+    return EXAMPLES
+
+
+@pytest.fixture
+def example_environment() -> dict[str, str]:
+    """An environment in which an example runs as a script from a checkout."""
+    return {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONDEVMODE": "1"}
