@@ -13,17 +13,18 @@ __all__ = ["HashCodec"]
 
 
 class HashCodec(ABC):
-    """Turns block hashes into one frame and back; stateless.
+    """Turns block hashes into one frame and back; stateless, built without arguments.
 
-    Framing, versions and deadlines belong to the transport.
+    Framing, versions, size limits of a message and deadlines belong to the transport. ``encode`` and ``decode`` raise
+    nothing but :class:`~kvpool.errors.HashError`, whatever they are given.
     """
 
-    #: Short name that both ends compare ("binary").
+    #: Short ASCII name that both ends compare ("binary").
     name: ClassVar[str]
 
     @abstractmethod
     def encode(self, hashes: BlockHashes) -> Buffer:
-        """One frame that holds every digest of ``hashes``."""
+        """One frame that holds every digest of ``hashes``, and nothing that changes when ``hashes`` grows later."""
 
     @abstractmethod
     def decode(self, frame: Buffer, *, scheme: str) -> BlockHashes:
