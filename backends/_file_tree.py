@@ -1,0 +1,275 @@
+"""Blocking work on the files of one root directory: read, write, remove, look. Runs in worker threads.
+
+Nothing is kept open between batches, so a root that goes away and comes back is simply found again. Directories are
+opened one component at a time without following symbolic links: whatever is planted inside, no file outside the root
+is read, written or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+from kvpool.backends import _file_format as form
+
+__all__ = ["Damaged", "Tree", "WrongSize"]
+
+_DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a planted FIFO must not hang us
+_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS}
+_PIECES = 1000  # the kernel takes up to 1,024 in one call
+_TEMPORARY = "=tmp"
+_PARENTS = 16  # directories kept open during one batch
+
+#: os.preadv or os.pwritev
+_Move = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Damaged(Exception):
+    """The file is not a whole value of its key; it has been removed."""
+
+
+class WrongSize(Exception):
+    """The file is a whole value, but not as long as the memory it should fill."""
+
+
+class Tree:
+    """The files below ``root`` as seen during one batch; a context manager. Raises OSError where nothing else is said.
+
+    ``create``: make missing directories, for their owner only.
+    """
+
+    def __init__(self, root: str, *, create: bool = False) -> None:
+        self._root = root
+        self._create = create
+        self._parents: dict[str, int] = {}
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all directories; those needed again are looked up again."""
+        for fd in self._parents.values():
+            os.close(fd)
+        self._parents.clear()
+
+    def exists(self, key: str) -> bool:
+        """Whether a file long enough to be a value is there."""
+        parent, fan, name = form.place_of(key)
+        try:
+            found = os.stat(f"{fan}/{name}", dir_fd=self._parent(parent), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size >= form.HEADER_BYTES
+
+    def read(self, key: str, pieces: Sequence[memoryview]) -> None:
+        """Fill ``pieces``. Raises FileNotFoundError, :class:`Damaged` or :class:`WrongSize`."""
+        place = form.place_of(key)
+        with self._directory(place) as directory, _opened(place.name, _READ, directory) as fd:
+            head, spill = bytearray(form.HEADER_BYTES), bytearray(1)  # a byte too many shows up in the spill
+            wanted = form.HEADER_BYTES + sum(p.nbytes for p in pieces)
+            moved = _move(os.preadv, fd, [memoryview(head), *pieces, memoryview(spill)])
+            if moved == wanted and form.payload_bytes(head) == moved - form.HEADER_BYTES:
+                problem = form.damage(key, head, moved, pieces)
+            else:
+                problem = form.damage(key, head, os.fstat(fd).st_size, None)
+                if not problem:
+                    raise WrongSize(f"{form.payload_bytes(head)} bytes are stored, {wanted - len(head)} are expected")
+            if problem:
+                _remove_if_same(place.name, directory, fd)
+                raise Damaged(problem)
+
+    def write(self, key: str, pieces: Sequence[memoryview], *, retries: int = 2) -> bool:
+        """Store a value whole, or not at all; False if one is there already."""
+        place = form.place_of(key)
+        try:
+            with self._directory(place) as directory:
+                return self._write(place.name, directory, key, pieces)
+        except FileNotFoundError:  # someone removes empty directories meanwhile: walk again
+            if not retries:
+                raise
+        self.close()
+        return self.write(key, pieces, retries=retries - 1)
+
+    def remove(self, key: str) -> bool:
+        """Remove a file; False if there is none."""
+        place = form.place_of(key)
+        try:
+            with self._directory(place) as directory:
+                os.unlink(place.name, dir_fd=directory)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """The keys that begin with ``prefix``, read from file names as the iteration goes on."""
+        with contextlib.suppress(FileNotFoundError):
+            os.close(os.open(self._root, _DIRECTORY & ~os.O_NOFOLLOW))  # an unreadable root is an error, not empty
+            for directory, below, names in os.walk(self._root):
+                relative = os.path.relpath(directory, self._root)
+                relative = "" if relative == "." else relative
+                below[:] = [d for d in below if _may_hold(prefix, f"{relative}/{d}" if relative else d)]
+                for name in names:
+                    key = form.key_of(relative, name)
+                    if key is not None and key.startswith(prefix):
+                        yield key
+
+    def prune(self) -> None:
+        """Remove empty directories; writers make theirs again."""
+        for directory, _, _ in os.walk(self._root, topdown=False):
+            if directory != self._root:
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory)
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files of writers that died. A live writer holds a lock on its own."""
+        with contextlib.suppress(FileNotFoundError):
+            directory = self._parent(_TEMPORARY, create=False)
+            for name in os.listdir(f"{self._root}/{_TEMPORARY}"):
+                with contextlib.suppress(OSError), _opened(name, _READ, directory) as fd:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_if_same(name, directory, fd)
+
+    def make_root(self) -> None:
+        """Create the root, for its owner only, unless it is there."""
+        os.makedirs(self._root, 0o700, exist_ok=True)
+
+    def _write(self, name: str, directory: int, key: str, pieces: Sequence[memoryview]) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode) and found.st_size >= form.HEADER_BYTES:
+                return False
+            os.unlink(name, dir_fd=directory)  # what a power loss has left, or no value at all
+        with self._new_file(directory) as (fd, source, source_dir):
+            views = [memoryview(form.header(key, pieces)), *pieces]
+            wanted = sum(v.nbytes for v in views)
+            if _move(os.pwritev, fd, views) != wanted:
+                raise OSError(errno.EIO, "the file could not be written in full")
+            try:
+                os.link(source, name, src_dir_fd=source_dir, dst_dir_fd=directory, follow_symlinks=True)
+            except FileExistsError:  # another writer was faster; its value is as good
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _new_file(self, directory: int) -> Iterator[tuple[int, str, int]]:
+        """A new file that no reader can see, and the name and directory to link it from.
+
+        It has no name of its own and so leaves nothing behind when this process is killed. Where the file system has
+        no such files, it gets a name in a directory apart, and a lock that says its writer is alive.
+        """
+        if _O_TMPFILE and os.path.isdir("/proc/self/fd"):
+            try:
+                fd = os.open(".", _O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            except OSError as error:
+                if error.errno not in _NO_TMPFILE:
+                    raise
+            else:
+                try:
+                    yield fd, f"/proc/self/fd/{fd}", directory
+                finally:
+                    os.close(fd)
+                return
+        home = self._parent(_TEMPORARY)
+        name = uuid.uuid4().hex
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=home)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield fd, name, home
+        finally:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=home)
+
+    @contextlib.contextmanager
+    def _directory(self, place: form.Place) -> Iterator[int]:
+        fd = _open_directory(place.fan, self._parent(place.parent), self._create)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _parent(self, path: str, *, create: bool | None = None) -> int:
+        """A directory below the root, kept open until the batch ends."""
+        fd = self._parents.get(path)
+        if fd is not None:
+            return fd
+        create = self._create if create is None else create
+        if len(self._parents) >= _PARENTS:
+            self.close()
+        try:
+            fd = os.open(self._root, _DIRECTORY & ~os.O_NOFOLLOW)  # the root itself may be a link of its owner's
+        except FileNotFoundError:
+            if not create:
+                raise
+            self.make_root()
+            fd = os.open(self._root, _DIRECTORY & ~os.O_NOFOLLOW)
+        for part in filter(None, path.split("/")):
+            above = fd
+            try:
+                fd = _open_directory(part, above, create)
+            finally:
+                os.close(above)
+        self._parents[path] = fd
+        return fd
+
+
+def _open_directory(name: str, above: int, create: bool) -> int:
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=above)
+    except FileNotFoundError:
+        if not create:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=above)
+    return os.open(name, _DIRECTORY, dir_fd=above)
+
+
+@contextlib.contextmanager
+def _opened(name: str, flags: int, directory: int) -> Iterator[int]:
+    fd = os.open(name, flags, dir_fd=directory)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _remove_if_same(name: str, directory: int, fd: int) -> None:
+    """Unlink ``name`` unless someone has put another file there since ``fd`` was opened."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False)):
+            os.unlink(name, dir_fd=directory)
+
+
+def _move(move: _Move, fd: int, views: list[memoryview]) -> int:
+    """Read or write all views from the start of the file, in one call where the kernel allows; the bytes moved.
+
+    Empties ``views``.
+    """
+    done = 0
+    while views:
+        moved = move(fd, views[:_PIECES], done)
+        if not moved:
+            break
+        done += moved
+        while views and moved >= views[0].nbytes:
+            moved -= views.pop(0).nbytes
+        if moved:
+            views[0] = views[0][moved:]
+    return done
+
+
+def _may_hold(prefix: str, directory: str) -> bool:
+    """Whether keys with this prefix may lie in ``directory`` (quoting aside, where the answer is yes)."""
+    if "%" in directory or "=" in directory:
+        return not directory.startswith(_TEMPORARY)
+    return f"{directory}/".startswith(prefix) or prefix.startswith(f"{directory}/")

@@ -1,0 +1,198 @@
+"""FileStore: one directory of files, shared by many processes at once; one value a file.
+
+A value is written to a file without a name and then linked into place: readers see all of it or nothing, a writer
+killed at any moment leaves nothing behind, and of two writers of one key the first wins. Data is not flushed to the
+device on put. After a power loss a recent value may be gone, cut off or full of zeros; header and checksum find that
+out, and it is a miss, never wrong bytes.
+
+Blocking calls run in worker threads, one hop a batch. A thread touches the caller's memory, so it is never left behind:
+a cancelled or late call ends as soon as the file at hand is done.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import ClassVar, Self, TypeVar
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import numpy as np
+from pydantic import BaseModel, Field
+
+from kvpool.backends._file_tree import Damaged, Tree, WrongSize
+from kvpool.backends._lifecycle import Lifecycle
+from kvpool.errors import ConfigError, StoreError
+from kvpool.memory import Buffers
+from kvpool.registry import URL
+from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
+
+__all__ = ["FileStore"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SCAN_PAGE = 1000  # keys listed in one hop
+
+
+class _Options(BaseModel):
+    threads: int = Field(4, ge=1, le=64, description="batches worked on at the same time, 1 to 64")
+
+
+class FileStore(Store):
+    """Keeps values as files below ``root`` (an absolute path), created for its owner only where it is missing.
+
+    ``threads``: batches worked on at the same time. A root that cannot be used makes every key FAILED (ABSENT where
+    there is simply no file), with a message, until it can be used again.
+    """
+
+    scheme: ClassVar[str] = "file"
+    capabilities = Capabilities(shared=True, scan=True)
+
+    def __init__(self, root: str | os.PathLike[str], *, threads: int = 4) -> None:
+        self._root = os.fspath(root)
+        if not os.path.isabs(self._root):
+            raise ConfigError(f"file store: the root {self._root!r} is not an absolute path")
+        self._life = Lifecycle(f"file store {self._root}")
+        self._threads = threads
+        self._limiter: anyio.CapacityLimiter
+
+    @classmethod
+    def from_url(cls, url: URL) -> Self:
+        """``file:///absolute/path[?threads=4]``."""
+        if url.host or url.port is not None or url.username or not url.path.strip("/"):
+            raise ConfigError(f"{url}: a file store is file:// and an absolute path, such as file:///var/cache/kv")
+        return cls(url.path, **url.options(_Options).model_dump())
+
+    async def __aenter__(self) -> Self:
+        self._life.open()
+        self._limiter = anyio.CapacityLimiter(self._threads)
+        await self._hop(self._prepare)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._life.close()
+
+    async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
+        found = np.full(len(keys), UNKNOWN, np.uint8)
+
+        def work() -> None:
+            with Tree(self._root) as tree:
+                for i, key in enumerate(keys):
+                    self._turn()
+                    try:
+                        found[i] = PRESENT if tree.exists(key) else ABSENT
+                    except (OSError, ValueError) as error:
+                        logger.debug("%s", self._error(key, error))
+
+        await self._hop(work, deadline)
+        return found
+
+    async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+        def get(tree: Tree, i: int) -> tuple[Status, int]:
+            tree.read(keys[i], into.views(i))
+            return Status.OK, sizes[i]
+
+        check_batch(keys, into)
+        sizes = into.nbytes.tolist()
+        return await self._each(keys, get, deadline)
+
+    async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
+        def put(tree: Tree, i: int) -> tuple[Status, int]:
+            return Status.OK, sizes[i] if tree.write(keys[i], source.views(i)) else 0
+
+        check_batch(keys, source)
+        sizes = source.nbytes.tolist()
+        return await self._each(keys, put, deadline, create=True)
+
+    async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
+        def delete(tree: Tree, i: int) -> tuple[Status, int]:
+            return (Status.OK if tree.remove(keys[i]) else Status.ABSENT), 0
+
+        return await self._each(keys, delete, deadline)
+
+    async def scan(self, prefix: str = "") -> AsyncIterator[str]:
+        """The keys that begin with ``prefix``. Raises :class:`~kvpool.errors.StoreError` for an unreadable root."""
+        found = Tree(self._root).keys(prefix)
+        while page := await self._hop(lambda: list(islice(found, _SCAN_PAGE))):
+            for key in page:
+                yield key
+
+    async def clear(self, prefix: str = "") -> int:
+        """Remove the keys that begin with ``prefix``, and empty directories; the number removed."""
+
+        def work() -> int:
+            with Tree(self._root) as tree:
+                removed = 0
+                for key in tree.keys(prefix):
+                    self._turn()
+                    removed += tree.remove(key)
+                tree.prune()
+                return removed
+
+        return await self._hop(work) or 0
+
+    async def _each(
+        self,
+        keys: Sequence[str],
+        step: Callable[[Tree, int], tuple[Status, int]],
+        deadline: float,
+        *,
+        create: bool = False,
+    ) -> Results:
+        """One hop to a thread for the whole batch; what it has not done by the deadline stays TIMED_OUT."""
+        results = Results.empty(len(keys), Status.TIMED_OUT)
+
+        def work() -> None:
+            with Tree(self._root, create=create) as tree:
+                for i, key in enumerate(keys):
+                    self._turn()
+                    try:
+                        results.set(i, *step(tree, i))
+                    except (Damaged, WrongSize) as error:
+                        results.set(i, Status.CORRUPT, error=self._error(key, error))
+                    except (OSError, ValueError) as error:
+                        if isinstance(error, FileNotFoundError) and not create:
+                            results.set(i, Status.ABSENT)
+                        else:
+                            full = isinstance(error, OSError) and error.errno in _FULL
+                            status = Status.REJECTED if full else Status.FAILED
+                            results.set(i, status, error=self._error(key, error))
+
+        await self._hop(work, deadline)
+        return results
+
+    async def _hop(self, work: Callable[[], T], deadline: float = math.inf) -> T | None:
+        """Run ``work`` in a thread; None if the deadline cut it short. Raises StoreClosed; StoreError for an OSError."""
+        with self._life.call(), anyio.CancelScope(deadline=deadline):
+            try:
+                return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+            except OSError as error:
+                raise StoreError(f"file store {self._root}: {error.strerror or error}") from error
+        return None
+
+    def _turn(self) -> None:
+        """Between two files, in the thread: stop if the call is cancelled or late, or the store closed."""
+        anyio.from_thread.check_cancelled()
+        self._life.check()
+
+    def _prepare(self) -> None:
+        try:
+            with Tree(self._root) as tree:
+                tree.make_root()
+                tree.remove_leftovers()
+        except OSError as error:
+            logger.warning("%s; values are computed until it can be used", self._error("", error))
+
+    def _error(self, key: str, error: Exception) -> StoreError:
+        reason = error.strerror if isinstance(error, OSError) else None
+        return StoreError(f"file store {self._root}: {key[:100] + ': ' if key else ''}{reason or error}")
