@@ -17,6 +17,7 @@ from kvpool.protocols._lookup_wire import (
     VERSION,
     Clock,
     Fault,
+    Outcome,
     Prefix,
     host_clock,
     pack_lookup,
@@ -25,9 +26,7 @@ from kvpool.protocols._lookup_wire import (
 )
 from kvpool.transport import MAX_TIMEOUT, LookupRequest, LookupResult
 
-__all__ = ["Outcome", "RequestTable"]
-
-Outcome = LookupResult | TransportError
+__all__ = ["RequestTable"]
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ __all__ = [
     "Fault",
     "Incoming",
     "Kind",
+    "Outcome",
     "Prefix",
     "ServerWire",
     "foreign_namespace",
@@ -124,6 +125,10 @@ class Fault:
         """The error that the client's caller gets."""
         mismatch = self.code in (Code.VERSION, Code.NAMESPACE, Code.CODEC)
         return (ProtocolMismatch if mismatch else TransportError)(f"{peer}: {self.text}")
+
+
+#: How a ticket ends.
+Outcome = LookupResult | TransportError
 
 
 @dataclass(frozen=True, slots=True)
