@@ -26,6 +26,7 @@ _NAME_BYTES = 200  # longer parts are split: file systems allow 255
 _KEY = re.compile(r"[!-~]{1,512}")
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}/)*[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 _FANS = [f"={i:02x}" for i in range(256)]
+_FAN = re.compile(r"=[0-9a-f]{2}")
 
 
 class Place(NamedTuple):
@@ -51,7 +52,7 @@ def place_of(key: str) -> Place:
 def key_of(directory: str, name: str) -> str | None:
     """The key whose file this is (``directory`` is relative to the root), or None for a file of another kind."""
     parent, _, fan = directory.rpartition("/")
-    if fan not in _FANS:
+    if not _FAN.fullmatch(fan):
         return None
     path = (f"{parent}/{name}" if parent else name).replace("=/", "")
     return unquote(path).replace("\0", "") if "%" in path else path

@@ -172,7 +172,7 @@ class FileStore(Store):
         return results
 
     async def _hop(self, work: Callable[[], T], deadline: float = math.inf) -> T | None:
-        """Run ``work`` in a thread; None if the deadline cut it short. Raises StoreClosed; StoreError for an OSError."""
+        """Run ``work`` in a thread; None if the deadline cut it short. Raises StoreClosed or StoreError."""
         with self._life.call(), anyio.CancelScope(deadline=deadline):
             try:
                 return await anyio.to_thread.run_sync(work, limiter=self._limiter)
