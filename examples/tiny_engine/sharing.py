@@ -28,6 +28,8 @@ class Sharing:
     def __init__(self, pool: KVPool, tasks: anyio.abc.TaskGroup) -> None:
         self.pool = pool
         self._tasks = tasks
+        self._saving = 0
+        self._saved = anyio.Event()
 
     @classmethod
     @asynccontextmanager
@@ -79,6 +81,18 @@ class Sharing:
         part = self.pool.transfer(0, hashes, new, blocks)
 
         async def job() -> None:
-            await self.pool.save([part], copied=let_go)
+            try:
+                await self.pool.save([part], copied=let_go)
+            finally:
+                self._saving -= 1
+                if not self._saving:
+                    self._saved.set()
+                    self._saved = anyio.Event()
 
+        self._saving += 1
         self._tasks.start_soon(job)
+
+    async def wait_saved(self) -> None:
+        """Wait until no save is under way."""
+        while self._saving:
+            await self._saved.wait()

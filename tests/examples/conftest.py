@@ -22,4 +22,5 @@ def examples() -> Path:
 @pytest.fixture
 def example_environment() -> dict[str, str]:
     """An environment in which an example runs as a script from a checkout."""
-    return {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONDEVMODE": "1"}
+    path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}

@@ -39,7 +39,7 @@ def test_bits_do_not_depend_on_chunking_or_placement(model: Model, steps: list[i
         kv = model.new_kv(64, BLOCK)
         for layer in kv:
             layer.fill(np.nan)
-        start = 0
+        start, logits = 0, np.empty(0, np.float32)
         for step in steps:
             stop = min(start + step, len(PROMPT))
             logits = model.forward(PROMPT, start, stop, table, kv)
