@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -103,7 +104,9 @@ class _Loop:
         else:
             from asyncio import get_running_loop
 
-            self._soon, self.now = get_running_loop().call_soon_threadsafe, get_running_loop().time
+            loop = get_running_loop()
+            # By default a callback runs in the caller's context, which on another thread knows of no event loop.
+            self._soon, self.now = partial(loop.call_soon_threadsafe, context=copy_context()), loop.time
 
     def call(self, function: Callable[[], object]) -> bool:
         """Run ``function`` on the loop: at once from its own thread, else soon. False if the loop has ended."""
