@@ -1,4 +1,4 @@
-"""The hit search and the load, store and lookup masks: what to ask, what to load, what to keep. No I/O.
+"""The rules of a KV cache of several groups: what is hit, what to load, what to store. No I/O.
 
 :meth:`Coordinator.search` is a generator: it yields waves of probes, is sent what is present, and returns the hit.
 Whoever drives it asks the store::
@@ -14,78 +14,130 @@ Whoever drives it asks the store::
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
-
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import UnsupportedError
-from kvpool.spec import CacheSpec
-from kvpool.store import PRESENT, Presence
+from kvpool.attention import Mask, Reuse, needed, reachable
+from kvpool.search import MAX_WAVES, Hit, Probe, Search, search
+from kvpool.spec import CacheSpec, Kind
 
-__all__ = ["Coordinator", "Hit", "Probe", "Search"]
+__all__ = ["MAX_WAVES", "Coordinator", "Hit", "Mask", "Probe", "Search"]
 
 Ids = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Ask whether ``group`` has something stored under each of these hashes (intp[n], indices into the BlockHashes).
-
-    The answer is one presence entry a hash. A group of several shards is present only where every shard is.
-    """
-
-    group: int
-    hash_ids: Ids
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """``length`` tokens can be served; 0 is a miss.
-
-    ``boundaries``: for each group, the token count under whose hash its last chunk is stored; 0 without a hit and for
-    groups that are not cached.
-    """
-
-    length: int
-    boundaries: tuple[int, ...]
-
-
-Search: TypeAlias = Generator[list[Probe], Sequence[Presence], Hit]
-
-
 class Coordinator:
-    """The rules of one :class:`CacheSpec`."""
+    """Answers for one :class:`~kvpool.spec.CacheSpec`. Stateless."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
-        if len(spec.groups) > 1 or not spec.groups[0].kind.dense or spec.partial_hits or spec.use_eagle:
-            raise UnsupportedError("the coordinator serves one full-attention group so far")
+
+    # -- looking up
 
     def search(self, num_tokens: int, num_hashes: int, *, local_tokens: int = 0) -> Search:
         """Find the longest hit of a prompt of ``num_tokens`` with ``num_hashes`` block hashes.
 
         ``local_tokens``: what the engine's own prefix cache holds already; it is not asked for, and a hit that does not
-        reach beyond it is a miss. A hit never covers the last token.
+        reach beyond it is a miss. A hit never covers the last token, and every hit is loadable in every group. At most
+        :data:`MAX_WAVES` waves, and never a hash outside :meth:`everything`.
         """
-        spec, block = self.spec, self.spec.groups[0].block_size
-        per_block = spec.hashes_per_block(0)
-        end = min(spec.align(max(num_tokens - 1, 0)) // block, num_hashes // per_block)
-        run, window = local_tokens // block, 64
-        while run < end:
-            ids = np.arange(run, min(run + window, end), dtype=np.intp)
-            answers = yield [Probe(0, (ids + 1) * per_block - 1)]
-            absent = np.flatnonzero(answers[0] != PRESENT)
-            run += int(absent[0]) if len(absent) else len(ids)
-            if len(absent):
-                break
-            window *= 4
-        length = run * block if run * block > local_tokens else 0
-        return Hit(length, (length,))
+        return search(self.spec, num_tokens, num_hashes, local_tokens)
+
+    def everything(self, num_tokens: int, num_hashes: int) -> list[Probe]:
+        """All that the masks and limits allow to ask for a prompt, as one wave; a search asks for a part of it."""
+        spec, probes = self.spec, []
+        limit = max(min(spec.align(num_tokens), num_hashes * spec.hash_block_size), 0)
+        masks = self.lookup_mask(num_tokens)
+        for i in spec.cached_groups:
+            if spec.partial_hits and (spec.groups[i].kind.dense or spec.groups[i].kind is Kind.MAMBA):
+                ids = np.arange(limit // spec.hash_block_size)
+            else:
+                chunks = np.arange(limit // spec.groups[i].block_size)
+                mask = masks[i]
+                chunks = chunks if mask is None else chunks[mask[: len(chunks)]]
+                ids = (chunks + 1) * spec.hashes_per_block(i) - 1
+            if len(ids):
+                probes.append(Probe(i, ids))
+        return probes
+
+    def lookup_mask(self, num_tokens: int) -> tuple[Mask | None, ...]:
+        """For each group, which chunks of the first ``num_tokens`` a hit can need; None means all of them.
+
+        bool[n] over the whole chunks of the aligned length; groups that are not cached need none.
+        """
+        return self._masks(0, num_tokens, retention=None, resume_at=(), exact_mamba=False)
+
+    # -- loading
 
     def load_chunks(self, group: int, hit_length: int, start_token: int = 0) -> Ids:
-        """The chunks of ``group`` to load for a hit, when the engine holds the first ``start_token`` tokens."""
-        block = self.spec.groups[group].block_size
-        return np.arange(start_token // block, -(-hit_length // block), dtype=np.intp)
+        """The chunks of ``group`` to load for a hit, when the engine holds the first ``start_token`` tokens.
+
+        A chunk that the engine holds in part is loaded whole.
+        """
+        spec = self.spec.groups[group]
+        if hit_length <= start_token or not spec.cacheable:
+            return np.empty(0, np.intp)
+        first, end = needed(spec, hit_length)
+        return np.arange(max(first, start_token // spec.block_size), end, dtype=np.intp)
+
+    def load_mask(self, hit_length: int) -> tuple[Mask, ...]:
+        """For each group, bool over the chunks of the first ``hit_length`` tokens: which of them a hit loads."""
+        masks = []
+        for i, group in enumerate(self.spec.groups):
+            mask = np.zeros(-(-max(hit_length, 0) // group.block_size), np.bool_)
+            mask[self.load_chunks(i, hit_length)] = True
+            masks.append(mask)
+        return tuple(masks)
+
+    # -- storing
+
+    def store_mask(
+        self, aligned_len: int, start_token: int = 0, num_prompt_tokens: int | None = None
+    ) -> tuple[Mask | None, ...]:
+        """For each group, which chunks a later hit can use and are stored by their position; None means all.
+
+        bool over the whole chunks from ceil(``start_token`` / block size) to ``aligned_len`` (rounded down to the
+        alignment). With sparse retention the places where a replay of the prompt (``num_prompt_tokens``) resumes are
+        kept too. Mamba states are never stored by position, as the engine moves and drops them: all False here, see
+        :meth:`boundary_mask`.
+        """
+        resume_at = self._resume_at(num_prompt_tokens)
+        return self._masks(start_token, aligned_len, self.spec.retention_interval, resume_at, exact_mamba=True)
+
+    def boundary_mask(
+        self, aligned_len: int, start_token: int = 0, num_prompt_tokens: int | None = None
+    ) -> tuple[Mask | None, ...]:
+        """Like :meth:`store_mask` with the Mamba states that a later hit can use: chunk i is the state at its end.
+
+        For engines that hand over the exact block of a state (:meth:`ChunkedTokenDatabase.boundary`).
+        """
+        resume_at = self._resume_at(num_prompt_tokens)
+        return self._masks(start_token, aligned_len, self.spec.retention_interval, resume_at, exact_mamba=False)
+
+    def _resume_at(self, num_prompt_tokens: int | None) -> tuple[int, ...]:
+        """Where a later request that repeats this prompt resumes.
+
+        An identical prompt computes its last token again, a longer one goes on from the last whole common block; with
+        EAGLE both lose one common block.
+        """
+        if num_prompt_tokens is None:
+            return ()
+        if not any(self.spec.eagle):
+            return (num_prompt_tokens - 1,)
+        block = self.spec.common_block
+        ends = {(num_prompt_tokens - 1) // block, num_prompt_tokens // block}
+        return tuple(sorted({max(end - 1, 0) * block for end in ends}))
+
+    def _masks(
+        self, start_token: int, num_tokens: int, retention: int | None, resume_at: tuple[int, ...], exact_mamba: bool
+    ) -> tuple[Mask | None, ...]:
+        masks: list[Mask | None] = []
+        length = self.spec.align(max(num_tokens, 0))
+        for group, eagle in zip(self.spec.groups, self.spec.eagle, strict=True):
+            end = length // group.block_size
+            first = min(end, -(-max(start_token, 0) // group.block_size))
+            if not group.cacheable or (exact_mamba and group.kind is Kind.MAMBA):
+                masks.append(np.zeros(end - first, np.bool_))
+            else:
+                masks.append(reachable(group, first, end, Reuse(self.spec.common_block, eagle, retention, resume_at)))
+        return tuple(masks)
