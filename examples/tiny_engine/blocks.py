@@ -1,11 +1,14 @@
-"""The engine's block pool: a free list, reference counts and the engine's own prefix cache."""
+"""The engine's block pool: a free list, reference counts and the engine's own prefix cache; what is left to compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-__all__ = ["BlockPool"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BlockPool", "gaps"]
 
 
 class BlockPool:
@@ -76,3 +79,23 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         if (digest := self._digest.pop(block, None)) is not None:
             del self._cached[digest]
+
+
+def gaps(
+    ready: npt.NDArray[np.bool_], num_tokens: int, block_size: int, chunk_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """The token ranges (start, stop) of a prompt that must be computed, in order, each within one prefill chunk.
+
+    ``ready``: which blocks are in place. The last token's block never is, so there is always something to compute.
+    """
+    start = 0
+    while start < num_tokens:
+        block = start // block_size
+        if ready[block]:
+            start += block_size
+            continue
+        covered = np.flatnonzero(ready[block:])
+        end = (block + int(covered[0])) * block_size if len(covered) else num_tokens
+        stop = min(end, num_tokens, (start // chunk_tokens + 1) * chunk_tokens)
+        yield start, stop
+        start = stop

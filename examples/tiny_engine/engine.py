@@ -7,7 +7,7 @@ its prefix from the store, another one computes.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvpool.hashes import BlockHashes, chain_hashes
 
-from .blocks import BlockPool
+from .blocks import BlockPool, gaps
 from .model import KVCache, Model
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Engine:
                 proven = await self.sharing.load(hashes, len(prompt), table, local)
                 ready[proven] = True
             loaded = int(ready.sum()) - local
-            *gaps, final = self._gaps(ready, len(prompt))  # never empty: the last token is always computed
-            for start, stop in gaps:
+            *before, final = gaps(ready, len(prompt), self.block_size, self.chunk_tokens)
+            for start, stop in before:
                 await self._forward(sequence, start, stop, table)
             last = await self._forward(sequence, *final, table)
             first_token = time.perf_counter() - started
@@ -139,20 +139,6 @@ class Engine:
             yield table, len(cached)
         finally:
             self._free(table)
-
-    def _gaps(self, ready: npt.NDArray[np.bool_], num_tokens: int) -> Iterator[tuple[int, int]]:
-        """The token ranges that must be computed, in order, each within one prefill chunk."""
-        start = 0
-        while start < num_tokens:
-            block = start // self.block_size
-            if ready[block]:
-                start += self.block_size
-                continue
-            limit = min(num_tokens, (start // self.chunk_tokens + 1) * self.chunk_tokens)
-            covered = np.flatnonzero(ready[block:])
-            stop = min(limit, (block + int(covered[0])) * self.block_size) if len(covered) else limit
-            yield start, stop
-            start = stop
 
     async def _forward(
         self, tokens: Sequence[int], start: int, stop: int, table: Sequence[int]

@@ -37,6 +37,15 @@ def test_minimal(run: Run) -> None:
     assert done.stdout == "64 of 70 tokens are stored, 4 blocks were loaded\nequal: True\n"
 
 
+def test_sync_engine(run: Run) -> None:
+    done = run("sync_engine.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, verdict = done.stdout.splitlines()
+    assert first == "first engine: [0, 0, 0] of [1116, 1116, 1116] tokens loaded, all blocks free: True"
+    assert second == "second engine: [1104, 1104, 1104] of [1116, 1116, 1116] tokens loaded, all blocks free: True"
+    assert verdict == "answers equal: True"
+
+
 def test_demo(run: Run) -> None:
     done = run("demo.py", "--tokens", "400", "--answer", "18")
     assert (done.returncode, done.stderr) == (0, "")
