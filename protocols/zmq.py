@@ -1,0 +1,307 @@
+"""Lookups between processes over ZeroMQ: one ROUTER serves, DEALER clients ask.
+
+``zmq+ipc://name`` is private to this user on this host; ``zmq+ipc://`` chooses a name nobody else has, found in the
+transport's ``url``. ``zmq+tcp://host:port`` is for loopback, or for anywhere with CURVE keys. Options: see
+:class:`~kvpool.protocols._zmq_link.Options`.
+
+Plain sockets without a background thread of Python: the async sides sleep on ``anyio.wait_readable``, the polled
+client is driven by the calls of its owner. A ZeroMQ descriptor tells of changes, not of what is there, so every send
+and every wake-up is followed by reading until nothing is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from math import ceil
+from typing import Any, ClassVar, Self
+
+import anyio
+import zmq
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+from typing_extensions import Buffer
+
+from kvpool.codec import HashCodec
+from kvpool.errors import LookupTimeout, TransportClosed, TransportError
+from kvpool.protocols._lifetime import Lifetime
+from kvpool.protocols._lookup_handler import Handling
+from kvpool.protocols._lookup_table import RequestTable
+from kvpool.protocols._lookup_wire import NS, Incoming, Outcome, ServerWire
+from kvpool.protocols._zmq_curve import Keys
+from kvpool.protocols._zmq_link import Link, receive
+from kvpool.registry import URL, create_codec
+from kvpool.transport import (
+    LookupClient,
+    LookupHandler,
+    LookupRequest,
+    LookupResult,
+    LookupTransport,
+    PolledLookupClient,
+)
+
+__all__ = ["ZmqTransport"]
+
+
+class ZmqTransport(LookupTransport):
+    """One lookup channel over ZeroMQ. ``url``: where; pickles as that."""
+
+    scheme: ClassVar[str] = "zmq+ipc"
+
+    def __init__(self, url: URL) -> None:
+        self._link = Link(url)
+        self._codec = create_codec(self._link.options.codec)
+        self.url = self._link.url
+
+    @classmethod
+    def from_url(cls, url: URL) -> Self:
+        return cls(url)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def serve(self, handler: LookupHandler, *, namespace: bytes | None = None) -> AbstractAsyncContextManager[None]:
+        return self._serve(handler, namespace)
+
+    @asynccontextmanager
+    async def _serve(self, handler: LookupHandler, namespace: bytes | None) -> AsyncIterator[None]:
+        error: Exception | None = None
+        link = self._link
+        with ExitStack() as sockets:
+            auth = sockets.enter_context(link.using(link.authenticator())) if link.keys else None
+            router = sockets.enter_context(link.using(link.router()))
+            wire = ServerWire(self._codec, namespace=namespace)
+            async with anyio.create_task_group() as tasks:
+                server = _Server(router, wire, Handling(handler, link.peer), link.options.max_handlers, tasks)
+                tasks.start_soon(server.listen)
+                if auth is not None and link.keys is not None:
+                    tasks.start_soon(_authenticate, auth, link.keys)
+                try:
+                    yield
+                except Exception as raised:  # keep it out of the task group, which would wrap it
+                    error = raised
+                tasks.cancel_scope.cancel()
+        if error is not None:
+            raise error
+
+    def client(self) -> LookupClient:
+        return _Client(self._link, self._codec)
+
+    def polled_client(self) -> PolledLookupClient:
+        return _PolledClient(self._link, self._codec)
+
+
+class _Server:
+    def __init__(
+        self, router: zmq.Socket[bytes], wire: ServerWire, handling: Handling, max_handlers: int, tasks: TaskGroup
+    ) -> None:
+        self._router = router
+        self._wire = wire
+        self._handling = handling
+        self._slots = anyio.Semaphore(max_handlers)
+        self._tasks = tasks
+        self._nap: anyio.CancelScope | None = None
+
+    async def listen(self) -> None:
+        """Read and start requests for ever. With all slots taken nothing is read: requests run out in the queue."""
+        while True:
+            await self._slots.acquire()
+            identity, *message = await self._next_message()
+            verdict = self._wire.accept(message)
+            if isinstance(verdict, Incoming):
+                self._tasks.start_soon(self._handle, bytes(identity), verdict)
+                continue
+            self._slots.release()
+            if verdict is not None:
+                self._send(bytes(identity), verdict)
+
+    async def _next_message(self) -> list[memoryview]:
+        while (frames := receive(self._router)) is None:
+            with anyio.CancelScope() as self._nap:
+                await anyio.wait_readable(self._router.FD)
+            self._nap = None
+        return frames
+
+    async def _handle(self, identity: bytes, incoming: Incoming) -> None:
+        try:
+            left = (incoming.deadline_ns - self._wire.clock.now()) / NS
+            outcome = await self._handling.run(incoming.request, anyio.current_time() + left)
+        finally:
+            self._slots.release()
+        if outcome is not None:
+            self._send(identity, self._wire.reply(incoming.id, outcome))
+
+    def _send(self, identity: bytes, reply: bytes) -> None:
+        """To a client that is gone, or takes no more, ZeroMQ drops it."""
+        self._router.send_multipart([identity, reply], zmq.NOBLOCK)
+        if self._nap is not None and int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._nap.cancel()  # sending has used up the signal that the listener waits for
+
+
+async def _authenticate(auth: zmq.Socket[bytes], keys: Keys) -> None:
+    while True:
+        while (question := receive(auth)) is not None:
+            auth.send_multipart(keys.authorize(question), zmq.NOBLOCK)
+        await anyio.wait_readable(auth.FD)
+
+
+class _Channel:
+    """A DEALER and its request table: what both faces of a client share. Used from one thread."""
+
+    def __init__(self, link: Link, codec: HashCodec) -> None:
+        self.table = RequestTable(codec, peer=link.peer, max_frame_bytes=link.options.max_frame_bytes)
+        self._dealer = link.dealer()
+        self._link = link
+
+    @property
+    def fd(self) -> int:
+        """Readable when :meth:`step` may find something to do."""
+        return int(self._dealer.FD)
+
+    def step(self) -> None:
+        """Send and read all that can be without waiting. After this, and only then, ``fd`` tells of news."""
+        while True:
+            while (unsent := self.table.next_unsent()) is not None and self._send(*unsent):
+                pass
+            while (message := receive(self._dealer)) is not None:
+                self.table.receive(message)
+            # A send may have taken in news of replies, and reading may have made room to send.
+            events = int(self._dealer.get(zmq.EVENTS))
+            if not (events & zmq.POLLIN or (events & zmq.POLLOUT and self.table.has_unsent)):
+                return
+
+    def _send(self, ticket: int, header: bytes, hashes: Buffer) -> bool:
+        try:
+            self._dealer.send_multipart([header, hashes], zmq.NOBLOCK)
+        except zmq.Again:  # no server is there, or it does not keep up: the ticket stays in line
+            return False
+        self.table.sent(ticket)
+        return True
+
+    def sleep(self, seconds: float) -> None:
+        """Block the thread until there may be something to do, at most ``seconds`` (in steps of 1 ms)."""
+        seconds = min(seconds, self.table.seconds_left() or 0.0)
+        self._dealer.poll(max(0, ceil(seconds * 1000)), zmq.POLLIN | (zmq.POLLOUT if self.table.has_unsent else 0))
+
+    def close(self) -> None:
+        self._link.close(self._dealer)
+
+
+class _PolledClient(PolledLookupClient):
+    def __init__(self, link: Link, codec: HashCodec) -> None:
+        self._life = Lifetime(f"{link.peer}: this client")
+        self._channel = _Channel(link, codec)
+        self._life.open()
+
+    def submit(self, request: LookupRequest, *, timeout: float) -> int:
+        self._life.check()
+        ticket = self._channel.table.submit(request, timeout)
+        self._channel.step()
+        return ticket
+
+    def poll(self, *, wait: float = 0.0) -> Sequence[tuple[int, Outcome]]:
+        self._life.check()
+        channel, table = self._channel, self._channel.table
+        if table.outstanding:
+            channel.step()
+            end = time.monotonic() + wait
+            while not table.has_done and table.outstanding and (left := end - time.monotonic()) > 0:
+                channel.sleep(left)
+                channel.step()
+        return table.take_done()
+
+    def cancel(self, ticket: int) -> None:
+        self._life.check()
+        self._channel.table.cancel(ticket)
+
+    def close(self) -> None:
+        if self._life.close():
+            self._channel.close()
+
+
+class _Waiter:
+    """Where an async lookup waits: for its outcome, or for its turn to read."""
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.wake = anyio.Event()
+
+
+class _Client(LookupClient):
+    """Without a task of its own: one of the lookups that wait reads the socket for all of them."""
+
+    def __init__(self, link: Link, codec: HashCodec) -> None:
+        self._link, self._codec = link, codec
+        self._life = Lifetime(f"{link.peer}: this client")
+        self._channel: _Channel
+        self._waiters: dict[int, _Waiter] = {}
+        self._reading: anyio.CancelScope | None = None
+
+    async def __aenter__(self) -> Self:
+        self._life.open()
+        self._channel = _Channel(self._link, self._codec)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if not self._life.close():
+            return
+        for waiter in self._waiters.values():
+            waiter.outcome = TransportClosed(f"{self._link.peer}: this client was closed")
+            waiter.wake.set()
+        if self._reading is not None:
+            self._reading.cancel()
+        with anyio.CancelScope(shield=True):
+            while self._reading is not None:  # until nothing watches the descriptor, which is about to be reused
+                await checkpoint()
+        self._channel.close()
+
+    async def lookup(self, request: LookupRequest, *, deadline: float) -> LookupResult:
+        self._life.check()
+        table = self._channel.table
+        waiter = _Waiter()
+        ticket = table.submit(request, deadline - anyio.current_time())
+        self._waiters[ticket] = waiter
+        try:
+            self._step()
+            with anyio.CancelScope(deadline=deadline):
+                while waiter.outcome is None:
+                    if self._reading is None:
+                        await self._read()
+                    else:
+                        waiter.wake = anyio.Event()
+                        await waiter.wake.wait()
+        finally:
+            del self._waiters[ticket]
+            table.cancel(ticket)
+            if self._reading is None:
+                self._next_reader()
+        if waiter.outcome is None:
+            raise LookupTimeout(f"{self._link.peer}: a lookup ran out of time")
+        if isinstance(waiter.outcome, TransportError):
+            raise waiter.outcome
+        return waiter.outcome
+
+    async def _read(self) -> None:
+        try:
+            with anyio.CancelScope() as self._reading:
+                await anyio.wait_readable(self._channel.fd)
+                self._step()
+        finally:
+            self._reading = None
+
+    def _step(self) -> None:
+        self._channel.step()
+        for ticket, outcome in self._channel.table.take_done():
+            waiter = self._waiters[ticket]
+            waiter.outcome = outcome
+            waiter.wake.set()
+
+    def _next_reader(self) -> None:
+        for waiter in self._waiters.values():
+            if waiter.outcome is None:
+                waiter.wake.set()
+                return
