@@ -207,4 +207,4 @@ def _indices(faults: Sequence[Fault | None], wanted: Callable[[Fault | None], bo
 
 
 def _pick(keys: Sequence[str], index: npt.NDArray[np.intp]) -> list[str]:
-    return [keys[i] for i in index.tolist()]
+    return [keys[int(i)] for i in index]
