@@ -54,3 +54,7 @@ class ProtocolMismatch(TransportError):
 
 class PortalClosed(KVPoolError):
     """The portal's loop is not running in this process: closed, crashed, or inherited over a fork."""
+
+
+class JobCancelled(KVPoolError):
+    """A job handed to the portal was cancelled before it had ended."""
