@@ -1,0 +1,135 @@
+"""What kvpool costs a vLLM engine: time in the match call, engine steps with the pool active against without.
+
+``python -m benchmarks.vllm_step [--runs N] [--json FILE]`` needs vLLM. It starts one engine process after another, in
+turn without and with the connector, on the same stream of requests: long decodes run all the time while prompts
+arrive, half of them with a prefix that the store holds. Steps are compared within a kind (decode only, or with prefill),
+since a hit spares prefill and would flatter the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.vllm.engine import ENVIRONMENT
+
+PREFIX, PROMPT, ARRIVALS, DECODE = 512, 640, 60, 1200
+
+
+def measure(model: str, store: str) -> dict[str, Any]:
+    """One engine, one stream of requests. Times in microseconds."""
+    import os
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from tests.vllm.engine import Engine, prompt
+
+    # A short lookup grace and the defaults otherwise: this is what a user gets.
+    engine = Engine(Path(model), {"store": store} if store else None, kv_bytes=64 << 20)
+    match: list[float] = []
+    if store:
+        connector = engine.scheduler.connector
+        original = connector.get_num_new_matched_tokens
+
+        def timed(request: Any, local: int) -> Any:
+            start = time.perf_counter()
+            answer = original(request, local)
+            match.append(time.perf_counter() - start)
+            return answer
+
+        connector.get_num_new_matched_tokens = timed
+    shared = [prompt(PREFIX, seed=i) for i in range(4)]
+    engine.finish([engine.add(p, output=1) for p in shared])
+    engine.drain()
+    engine.llm.reset_prefix_cache()
+    for seed in range(2):
+        engine.add(prompt(64, seed=50 + seed), output=DECODE)
+    steps: dict[str, list[float]] = {"decode": [], "prefill": []}
+    cpu = time.process_time()
+    arrived = 0
+    while engine.scheduler.has_unfinished_requests():
+        # Every arrival is a new prompt; half begin with a stored prefix that the engine itself has forgotten.
+        if arrived < ARRIVALS and sum(map(len, steps.values())) >= arrived * 15:
+            start = shared[arrived % 4] if arrived % 2 else ()
+            engine.add(prompt(PROMPT, seed=100 + arrived, start=start), output=4)
+            arrived += 1
+        begin = time.perf_counter()
+        engine.step()
+        spent = time.perf_counter() - begin
+        tokens = engine.scheduled
+        if tokens:
+            steps["decode" if tokens <= 8 else "prefill"].append(spent)
+    result: dict[str, Any] = {name: {"steps": len(times), **_spread(times)} for name, times in steps.items()} | {
+        "cpu_s": time.process_time() - cpu,
+        "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+    if match:
+        result["match"] = {"calls": len(match), **_spread(match)}
+        result["counters"] = {k: v for k, v in engine.counters.items() if v}
+    engine.close()
+    return result
+
+
+def _spread(times: list[float]) -> dict[str, float]:
+    micros = np.array(times) * 1e6
+    return {f"p{q}": round(float(np.percentile(micros, q)), 1) for q in (50, 90, 99)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=2, metavar=("MODEL", "STORE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print("RESULT " + json.dumps(measure(*options.child)), flush=True)
+        return
+    from tests.vllm.models import write_llama
+
+    sides: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_llama(Path(folder) / "model", hidden=256, layers=4, heads=8)
+        for run in range(options.runs):
+            for side, done in sides.items():
+                store = f"file://{folder}/store-{run}" if side == "with" else ""
+                command = [sys.executable, "-m", "benchmarks.vllm_step", "--child", str(model), store]
+                child = subprocess.run(command, capture_output=True, text=True, check=False)
+                lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
+                if not lines:
+                    sys.exit(child.stderr[-3000:])
+                done.append(json.loads(lines[-1].removeprefix("RESULT ")))
+    report(sides)
+    if options.json:
+        options.json.write_text(json.dumps(sides, indent=1))
+
+
+def report(sides: dict[str, list[dict[str, Any]]]) -> None:
+    """Medians over the runs, ratios pair by pair."""
+    print(f"{'':28}{'without':>12}{'with':>12}{'ratio':>9}   (median of {len(sides['with'])} runs; min..max of ratios)")
+    rows = [(kind, q) for kind in ("decode", "prefill") for q in ("p50", "p90", "p99")]
+    pick = {f"{kind} step {q}, us": (lambda r, k=kind, q=q: r[k][q]) for kind, q in rows}
+    for name, of in pick.items():
+        a, b = [of(r) for r in sides["without"]], [of(r) for r in sides["with"]]
+        ratios = [y / x for x, y in zip(a, b, strict=True)]
+        middle = statistics.median(ratios)
+        print(
+            f"{name:28}{statistics.median(a):12.0f}{statistics.median(b):12.0f}{middle:9.3f}"
+            f"   {min(ratios):.3f}..{max(ratios):.3f}"
+        )
+    for q in ("p50", "p90", "p99"):
+        print(f"{'match call ' + q + ', us':28}{'':12}{statistics.median(r['match'][q] for r in sides['with']):12.0f}")
+    print("counters of the last run:", sides["with"][-1]["counters"])
+
+
+if __name__ == "__main__":
+    main()

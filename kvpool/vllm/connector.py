@@ -1,0 +1,194 @@
+"""The class that vLLM loads. It only translates hooks; the work is in scheduler.py and worker.py."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kvpool.config import Config
+from kvpool.keys import Namespace
+from kvpool.registry import create_store, create_transport
+from kvpool.vllm.layout import block_layouts, cache_spec, layout_facts
+from kvpool.vllm.messages import StepWork
+from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_random_seed
+from kvpool.vllm.scheduler import SchedulerSide
+from kvpool.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["KVPoolConnector"]
+
+logger = logging.getLogger(__name__)
+
+#: The epoch of an engine that has never been reset and has no label: shared by all such engines.
+FIRST_EPOCH = bytes(16)
+
+
+class KVPoolConnector(KVConnectorBase_V1):
+    """Shares the engine's KV blocks through a kvpool store.
+
+    Configured by ``kv_connector_extra_config``: every field of :class:`kvpool.config.Config`. A mistake there, or an
+    engine that the pool cannot serve, stops vLLM at start with a message that names it.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._config = Config.load(transfer.kv_connector_extra_config)
+        create_store(self._config.store)  # wrong options stop both halves at start; nothing is opened here
+        self._spec = cache_spec(vllm_config, kv_cache_config)
+        url = self._config.transport or _private_url(vllm_config)
+        self._work: StepWork | None = None
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    "kvpool: kv_load_failure_policy is %r, so a request whose load fails ends with an error. "
+                    "Set it to 'recompute' and the engine computes what could not be loaded.",
+                    transfer.kv_load_failure_policy,
+                )
+            warn_of_random_seed(vllm_config)
+            self.scheduler = SchedulerSide(
+                self._config,
+                self._spec,
+                _namespace(vllm_config, kv_cache_config, self._config),
+                hash_scheme(vllm_config),
+                create_transport(url).polled_client(),
+                reads=transfer.is_kv_consumer,
+                writes=transfer.is_kv_producer,
+                epoch=_epoch(self._config),
+            )
+        else:
+            self.worker = WorkerSide(self._config, self._spec, url)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a dropped save is a later miss, nothing more."""
+        return False
+
+    # ---- scheduler's process
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._scheduler.match(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.build_work(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.take_report(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.forget(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_pending_saves()
+
+    def reset_cache(self) -> bool:
+        """A new epoch: nothing that was stored before is used again by this engine."""
+        self._scheduler.reset()
+        return True
+
+    # ---- worker's process
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        layouts = block_layouts(kv_caches, self._kv_cache_config)
+        self._worker.start(layouts, layout_facts(kv_caches, self._vllm_config))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepWork)
+        self._work = connector_metadata
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads are asynchronous; they start with the step's saves, after the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: no forward pass ever uses a block that is being loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        if self._work is not None:
+            self._worker.submit(self._work)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._work is not None:
+            self._worker.collect(self._work)
+            self._work = None
+        return None, self._worker.take_received() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_invalid()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_report()
+
+    def shutdown(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.close()
+        if self.worker is not None:
+            self.worker.close()
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler is not None, "a scheduler hook was called in a worker"
+        return self.scheduler
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker is not None, "a worker hook was called in the scheduler"
+        return self.worker
+
+
+def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> Callable[[], Namespace]:
+    """The engine's namespace, for later: vLLM sets the seed of its hash chain after it has made the scheduler."""
+    facts = model_facts(vllm_config, kv_cache_config, config)
+    return functools.cache(lambda: Namespace.of({**facts, **seed_facts(vllm_config)}))
+
+
+def _epoch(config: Config) -> bytes:
+    if not config.epoch_label:
+        return FIRST_EPOCH
+    return hashlib.blake2b(config.epoch_label.encode(), digest_size=16).digest()
+
+
+def _private_url(vllm_config: VllmConfig) -> str:
+    """A lookup channel that only the processes of this engine know: its id is random and made once for all of them."""
+    assert vllm_config.kv_transfer_config is not None
+    rank = vllm_config.parallel_config.data_parallel_index
+    return f"zmq+ipc://kvpool-{vllm_config.kv_transfer_config.engine_id}-{rank}"

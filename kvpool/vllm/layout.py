@@ -1,0 +1,134 @@
+"""From vLLM's cache configuration and tensors to kvpool's spec and block layouts. Default deny: by exact type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvpool.errors import LayoutError, UnsupportedError
+from kvpool.keys import Fact
+from kvpool.memory import BlockLayout, Region
+from kvpool.spec import CacheGroup, CacheSpec, Kind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["block_layouts", "cache_spec", "layout_facts"]
+
+
+def cache_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheSpec:
+    """The groups of this engine. Raises UnsupportedError with every reason why the pool cannot serve it."""
+    reasons = [*_engine_reasons(vllm_config), *_group_reasons(kv_cache_config)]
+    if reasons:
+        raise UnsupportedError("kvpool cannot serve this engine: " + "; ".join(reasons))
+    (group,) = kv_cache_config.kv_cache_groups
+    block_size = group.kv_cache_spec.block_size
+    hash_block_size = kv_cache_config.hash_block_size or block_size
+    return CacheSpec((CacheGroup(Kind.FULL, block_size),), hash_block_size)
+
+
+def _engine_reasons(vllm_config: VllmConfig) -> list[str]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    sizes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
+        "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
+    }
+    reasons = [f"{name}={n} is not supported yet, only 1" for name, n in sizes.items() if n != 1]
+    if not cache.enable_prefix_caching:
+        reasons.append("prefix caching is off; start vLLM with enable_prefix_caching=True")
+    if vllm_config.speculative_config is not None:
+        reasons.append("speculative decoding is not supported yet")
+    if vllm_config.device_config.device_type != "cpu":
+        reasons.append(f"device {vllm_config.device_config.device_type!r} is not supported yet, only 'cpu'")
+    if vllm_config.model_config.is_encoder_decoder:
+        reasons.append("encoder-decoder models (cross attention) are not supported")
+    return reasons
+
+
+def _group_reasons(kv_cache_config: KVCacheConfig) -> list[str]:
+    groups = kv_cache_config.kv_cache_groups
+    reasons = []
+    if len(groups) != 1:
+        reasons.append(
+            f"{len(groups)} KV cache groups are not supported yet, only one; "
+            "start vLLM with disable_hybrid_kv_cache_manager=True"
+        )
+    for i, group in enumerate(groups):
+        spec: Any = group.kv_cache_spec
+        # Exact type: a subclass may keep other bytes or drop blocks of its own accord.
+        if type(spec) is not FullAttentionSpec:
+            reasons.append(f"group {i} has the attention spec {type(spec).__name__}, only FullAttentionSpec is known")
+        elif spec.non_causal:
+            reasons.append(f"group {i} attends non-causally, so the KV of a prefix depends on what follows it")
+    return reasons
+
+
+def block_layouts(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> list[BlockLayout]:
+    """Where each group's blocks live, from the tensors that vLLM registered: ``[num_blocks, ...]`` a layer.
+
+    Raises LayoutError for a tensor whose blocks are not one dense span each.
+    """
+    layouts = []
+    for group in kv_cache_config.kv_cache_groups:
+        tensors = {kv_caches[name].data_ptr(): (name, kv_caches[name]) for name in group.layer_names}
+        regions = []
+        strides = []
+        sizes = []
+        for name, tensor in tensors.values():
+            block = tensor[0]
+            span = 1 + sum((n - 1) * s for n, s in zip(block.shape, block.stride(), strict=True))
+            if tensor.shape[0] != kv_cache_config.num_blocks or span != block.numel():
+                raise LayoutError(
+                    f"layer {name}: KV cache of shape {tuple(tensor.shape)}, strides {tensor.stride()} is not "
+                    f"{kv_cache_config.num_blocks} blocks of one dense span each"
+                )
+            item = tensor.element_size()
+            stride, size = tensor.stride(0) * item, block.numel() * item
+            regions.append(Region(tensor.data_ptr(), (tensor.shape[0] - 1) * stride + size, tensor, tensor.device.type))
+            strides.append(stride)
+            sizes.append(size)
+        count = len(regions)
+        layouts.append(
+            BlockLayout(
+                tuple(regions),
+                np.arange(count, dtype=np.intp),
+                np.zeros(count, np.int64),
+                np.array(strides, np.int64),
+                np.array(sizes, np.int64),
+                kv_cache_config.num_blocks,
+            )
+        )
+    return layouts
+
+
+def layout_facts(kv_caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig) -> dict[str, Fact]:
+    """What only the worker knows of the bytes of a block: shapes, dtypes, packing, kernel and instruction set."""
+    context = vllm_config.compilation_config.static_forward_context
+    layers: list[Fact] = []
+    for name, tensor in kv_caches.items():
+        layer = context.get(name)
+        backend = layer.get_attn_backend() if layer is not None and hasattr(layer, "get_attn_backend") else None
+        block = tensor[0]
+        layers.append(
+            {
+                "layer": name,
+                "shape": list(block.shape),
+                "order": sorted(range(block.dim()), key=lambda d, b=block: -b.stride(d)),  # type: ignore[misc]
+                "dtype": str(tensor.dtype),
+                "backend": getattr(backend, "__qualname__", str(backend)),
+            }
+        )
+    device = next(iter(kv_caches.values())).device.type
+    return {
+        "device": device,
+        # The CPU kernels pack K and V for the instruction set they run on.
+        "instructions": torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
+        "amx": device == "cpu" and bool(torch.cpu._is_amx_tile_supported()),
+        "layers": layers,
+    }

@@ -1,0 +1,146 @@
+"""What decides the bytes of a vLLM engine's blocks, as the facts of a namespace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from kvpool.config import Config
+from kvpool.errors import ConfigError
+from kvpool.keys import Fact
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["hash_scheme", "model_facts", "seed_facts", "weights_fingerprint"]
+
+logger = logging.getLogger(__name__)
+
+#: Names and versions that a model's configuration carries and that say nothing of its KV.
+_NAMES = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+#: Position embeddings whose values do not depend on how long a context the engine allows.
+_FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "mrope"})
+
+
+def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> dict[str, Fact]:
+    """Everything known when the engine starts. Reads the weight files unless ``model_fingerprint`` is set."""
+    import vllm
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    architecture = _plain({k: v for k, v in model.hf_config.to_dict().items() if k not in _NAMES})
+    facts: dict[str, Fact] = {
+        "engine": "vllm",
+        "engine_version": vllm.__version__,
+        "model": architecture,
+        "weights": config.model_fingerprint or weights_fingerprint(vllm_config),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "groups": [f"{type(g.kv_cache_spec).__name__} {g.kv_cache_spec}" for g in kv_cache_config.kv_cache_groups],
+        "layers": [list(g.layer_names) for g in kv_cache_config.kv_cache_groups],
+        "layout": str(kv_cache_config.kv_cache_layout),
+        "hash_block_size": kv_cache_config.hash_block_size,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "tenant": config.tenant,
+    }
+    if not set(_rope_types({k: v for k, v in architecture.items() if "rope" in k})) <= _FIXED_ROPE:
+        facts["max_model_len"] = model.max_model_len
+    return facts
+
+
+def hash_scheme(vllm_config: VllmConfig) -> str:
+    """How vLLM chains its block hashes."""
+    return f"vllm-{vllm_config.cache_config.prefix_caching_hash_algo}"
+
+
+def seed_facts(vllm_config: VllmConfig) -> dict[str, Fact]:
+    """The start of vLLM's hash chain; known once the engine core has set it, so ask at the first request."""
+    from vllm.v1.core import kv_cache_utils
+
+    return {"hash_scheme": hash_scheme(vllm_config), "hash_seed": kv_cache_utils.NONE_HASH.hex()}
+
+
+def warn_of_random_seed(vllm_config: VllmConfig) -> None:
+    """Say at start-up if no other process can ever hit what this one stores."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        logger.warning(
+            "kvpool: block hashes of %s start from a random seed in each process, so no other engine can share what "
+            "this one stores. Use prefix_caching_hash_algo='sha256', or set PYTHONHASHSEED to one value everywhere.",
+            algorithm,
+        )
+
+
+def weights_fingerprint(vllm_config: VllmConfig) -> str:
+    """A digest of the weights' content. Raises ConfigError where the files cannot be found.
+
+    A file from the hub's cache is named by its content hash, which is taken as it is; any other file is read in full.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        return f"dummy weights, seed {model.seed}"
+    files = sorted({f for pattern in _WEIGHTS for f in _model_folder(model.model, model.revision).glob(pattern)})
+    if not files:
+        raise ConfigError(
+            f"kvpool: no weight files found for model {model.model!r} (load_format {load.load_format!r}); "
+            "set model_fingerprint to a text that is different for different weights"
+        )
+    start = time.monotonic()
+    with ThreadPoolExecutor(min(8, len(files)), "kvpool-weights") as pool:
+        digests = sorted(pool.map(_content, files))
+    logger.info("kvpool: fingerprint of %d weight files in %.1f s", len(files), time.monotonic() - start)
+    return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
+
+
+def _model_folder(model: str, revision: str | None) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        return folder.parent
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise ConfigError(
+            f"kvpool: the weights of model {model!r} are in no local folder ({type(error).__name__}); "
+            "set model_fingerprint to a text that is different for different weights"
+        ) from error
+
+
+def _content(file: Path) -> str:
+    real = file.resolve()
+    if real.parent.name == "blobs":
+        return real.name
+    digest = xxhash.xxh3_128()
+    with real.open("rb", buffering=0) as stream:
+        while piece := stream.read(16 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it: what a configuration keeps in other types goes in by its text."""
+    return json.loads(json.dumps(value, default=str, allow_nan=True), parse_constant=str)
+
+
+def _rope_types(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in ("rope_type", "type") and isinstance(inner, str):
+                yield inner
+            else:
+                yield from _rope_types(inner)

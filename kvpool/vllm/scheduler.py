@@ -1,0 +1,333 @@
+"""The scheduler's half of the connector: no event loop, no thread, nothing that blocks.
+
+It asks the worker's process how much of a prompt is stored (a socket polled on the scheduler's own thread), hands out
+load and save jobs with each step, and pins the blocks that a save still reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpool.config import Config
+from kvpool.errors import TransportError
+from kvpool.hashes import BlockHashes
+from kvpool.keys import Namespace
+from kvpool.progress import SaveProgress, SaveRange
+from kvpool.spec import CacheSpec
+from kvpool.transport import LookupRequest, LookupResult, PolledLookupClient
+from kvpool.vllm.messages import Job, StepWork, WorkerReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerSide"]
+
+logger = logging.getLogger(__name__)
+
+#: The id that stands for "no block" in a block table.
+NULL_BLOCK = 0
+#: Pins may hold at most this share of the engine's blocks; further saves wait for the next step.
+MAX_PINNED_SHARE = 0.5
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """What is known of one request in one generation; it goes when the request ends."""
+
+    request: Request
+    bypass: bool  #: never looked up, loaded or saved
+    saving: bool = False  #: known to the save progress
+    ticket: int | None = None
+    asked_local: int = 0  #: local tokens of the lookup in flight or answered
+    answer: LookupResult | None = None
+    answer_until: float = 0.0
+    no_lookup: bool = False  #: a load failed or a lookup was late: computed by the engine in this generation
+    offered: int = 0  #: local tokens at the last positive match
+
+
+@dataclass(slots=True)
+class _Load:
+    state: _RequestState
+    job: Job
+
+
+@dataclass(slots=True)
+class _Save:
+    range: SaveRange
+    pinned: list[KVCacheBlock]
+    quarantine_at: float
+
+
+class SchedulerSide:
+    """Single full-attention group, one rank. ``client`` answers lookups from the process that holds the store."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: CacheSpec,
+        namespace: Callable[[], Namespace],
+        hash_scheme: str,
+        client: PolledLookupClient,
+        *,
+        reads: bool,
+        writes: bool,
+        epoch: bytes,
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self._namespace = namespace
+        self.epoch = epoch
+        self._scheme = hash_scheme
+        self._block_size = spec.groups[0].block_size
+        self._client = client
+        self._reads = reads and config.load_enabled
+        self._writes = writes and config.save_enabled
+        self._numbers = itertools.count(1)
+        self._requests: dict[str, _RequestState] = {}
+        self._tickets: dict[int, _RequestState] = {}
+        self._new_loads: list[Job] = []
+        self._loads: dict[int, _Load] = {}
+        self._saves: dict[int, _Save] = {}
+        self._progress = SaveProgress()
+        self._pinned_blocks = 0
+        self._grace_left = config.lookup_grace_ms / 1000
+        self._pool: BlockPool | None = None
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    # ---- requests
+
+    def on_new_request(self, request: Request) -> None:
+        """A new generation: whatever an earlier request of this id left behind is forgotten."""
+        self.forget(request.request_id)
+        self._requests[request.request_id] = self._new_state(request)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. Jobs in flight keep their own state until they are reported."""
+        state = self._requests.pop(request_id, None)
+        self._progress.end(request_id)
+        if state is not None:
+            self._drop_lookup(state)
+
+    def _drop_lookup(self, state: _RequestState) -> None:
+        if state.ticket is not None:
+            self._client.cancel(state.ticket)
+            self._tickets.pop(state.ticket, None)
+            state.ticket = None
+
+    def _new_state(self, request: Request) -> _RequestState:
+        # A LoRA adapter is hashed by name and path, not by content, so such requests stay out of the pool.
+        bypass = request.lora_request is not None
+        return _RequestState(request, bypass)
+
+    def _state(self, request: Request) -> _RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            self.on_new_request(request)
+            state = self._requests[request.request_id]
+        return state
+
+    def reset(self) -> None:
+        """Start a new epoch: nothing stored before is found again, by this engine; other namespaces are untouched."""
+        self.epoch = os.urandom(16)
+        for state in self._requests.values():
+            self._drop_lookup(state)
+            state.answer = None
+            if state.saving:
+                self._progress.begin(state.request.request_id)
+
+    # ---- lookup
+
+    def match(self, request: Request, local_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond ``local_tokens``; None: not known yet, ask again in the next step."""
+        if not self._reads or request.skip_reading_prefix_cache:
+            return 0
+        state = self._state(request)
+        if state.bypass or state.no_lookup:
+            return 0
+        self._poll(0.0)
+        fresh = state.answer is not None and time.monotonic() < state.answer_until
+        if state.ticket is None and not state.no_lookup and not (fresh and state.asked_local <= local_tokens):
+            state.answer = None
+            self._ask(state, local_tokens)
+        if state.ticket is not None and self._grace_left > 0:
+            start = time.monotonic()
+            self._poll(self._grace_left, until=state)
+            self._grace_left -= time.monotonic() - start
+        if state.ticket is not None:
+            return None
+        hit = 0 if state.answer is None else state.answer.hit_length
+        # The answer may be older than the request's last token; a hit never covers it.
+        hit = min(hit, (request.num_tokens - 1) // self._block_size * self._block_size)
+        tokens = hit - local_tokens
+        if tokens < max(1, self.config.min_load_tokens):
+            return 0
+        state.offered = local_tokens
+        return tokens
+
+    def _ask(self, state: _RequestState, local_tokens: int) -> None:
+        hashes = state.request.block_hashes
+        if (len(hashes) * self.spec.hash_block_size - local_tokens) < self._block_size:
+            return
+        digests = BlockHashes(b"".join(hashes), len(hashes[0]), scheme=self._scheme)
+        request = LookupRequest(self._namespace().digest, self.epoch, state.request.num_tokens, local_tokens, digests)
+        state.asked_local = local_tokens
+        state.ticket = self._client.submit(request, timeout=self.config.lookup_timeout_ms / 1000)
+        self._tickets[state.ticket] = state
+
+    def _poll(self, wait: float, until: _RequestState | None = None) -> None:
+        """Take in answers; with ``until``, wait up to ``wait`` seconds for that request's."""
+        end = time.monotonic() + wait
+        while self._tickets:
+            for ticket, result in self._client.poll(wait=max(0.0, end - time.monotonic()) if until else 0.0):
+                state = self._tickets.pop(ticket, None)
+                if state is None:
+                    continue
+                state.ticket = None
+                if isinstance(result, TransportError):
+                    state.no_lookup = True
+                    logger.debug("lookup of %s is a miss: %s", state.request.request_id, result)
+                elif result.epoch != self.epoch:
+                    state.no_lookup = True
+                else:
+                    state.answer = result
+                    state.answer_until = time.monotonic() + result.max_age
+            if until is None or until.ticket is None or time.monotonic() >= end:
+                return
+
+    # ---- load
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """The engine has blocks for ``external_tokens``: make the load job of the next step."""
+        if external_tokens <= 0:
+            return
+        state = self._state(request)
+        size = self._block_size
+        chunks = range(state.offered // size, (state.offered + external_tokens) // size)
+        (ids,) = blocks.get_block_ids()
+        job = self._job(state, chunks, ids)
+        self._loads[job.number] = _Load(state, job)
+        self._new_loads.append(job)
+
+    def _job(self, state: _RequestState, chunks: range, block_ids: list[int]) -> Job:
+        ratio = self._block_size // self.spec.hash_block_size
+        hashes = state.request.block_hashes
+        digests = [hashes[(i + 1) * ratio - 1] for i in chunks]
+        return Job(
+            next(self._numbers),
+            state.request.request_id,
+            self.epoch,
+            len(digests[0]),
+            self._scheme,
+            b"".join(digests),
+            np.array([block_ids[i] for i in chunks], np.intp),
+        )
+
+    # ---- save
+
+    def build_work(self, output: SchedulerOutput) -> StepWork:
+        """The jobs of this step."""
+        self._grace_left = self.config.lookup_grace_ms / 1000
+        loads, self._new_loads = self._new_loads, []
+        saves = [job for state, computed in self._computed(output) for job in self._save_jobs(state, computed, output)]
+        return StepWork(self._namespace(), self.epoch, loads, saves, idle=not output.total_num_scheduled_tokens)
+
+    def _computed(self, output: SchedulerOutput) -> Iterable[tuple[_RequestState, int]]:
+        """Requests of this step and how many of their tokens have KV when it has run."""
+        if not self._writes:
+            return
+        cached = output.scheduled_cached_reqs
+        before = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None and not state.bypass:
+                yield state, before[request_id] + scheduled
+
+    def _save_jobs(self, state: _RequestState, computed: int, output: SchedulerOutput) -> Iterable[Job]:
+        """Prompt chunks that are whole after this step and not yet stored, as jobs on pinned blocks."""
+        assert self._pool is not None
+        assert output.kv_connector_block_state is not None
+        request, size = state.request, self._block_size
+        if not state.saving:
+            # What was found in the store is there already; a failed load proves nothing of the kind.
+            found = 0 if state.answer is None or state.no_lookup else state.answer.hit_length
+            self._progress.begin(request.request_id, found)
+            state.saving = True
+        prompt = min(request.num_prompt_tokens, len(request.block_hashes) * self.spec.hash_block_size)
+        for due in self._progress.offer(request.request_id, min(computed, prompt) // size * size):
+            chunks = range(due.start // size, due.end // size)
+            table = output.kv_connector_block_state.get_block_ids(request.request_id)
+            if (
+                table is None
+                or NULL_BLOCK in table[0][chunks.start : chunks.stop]
+                or self._pinned_blocks + len(chunks) > MAX_PINNED_SHARE * self._pool.num_gpu_blocks
+            ):
+                self._progress.report(due, saved=False)
+                continue
+            job = self._job(state, chunks, table[0])
+            blocks = [self._pool.blocks[i] for i in job.block_ids.tolist()]
+            self._pool.touch(blocks)
+            self._pinned_blocks += len(blocks)
+            self._saves[job.number] = _Save(due, blocks, time.monotonic() + self.config.save_timeout_s)
+            yield job
+
+    # ---- reports
+
+    def take_report(self, output: KVConnectorOutput) -> None:
+        """What the worker says has happened to jobs; unknown numbers are ignored."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            return
+        for number, ok in report.loaded.items():
+            load = self._loads.pop(number, None)
+            if load is not None and not bool(ok.all()):
+                load.state.no_lookup = True
+        for number in report.released:
+            save = self._saves.get(number)
+            if save is not None:
+                self._unpin(save)
+        for number, stored in report.saved.items():
+            save = self._saves.pop(number, None)
+            if save is not None:
+                self._unpin(save)
+                self._progress.report(save.range, saved=bool(stored.all()))
+
+    def _unpin(self, save: _Save) -> None:
+        assert self._pool is not None
+        blocks, save.pinned = save.pinned, []
+        self._pinned_blocks -= len(blocks)
+        self._pool.free_blocks(reversed(blocks))
+
+    def has_pending_saves(self) -> bool:
+        """Whether the engine should keep stepping so that pins come back; a job past its deadline no longer counts."""
+        now = time.monotonic()
+        return any(s.quarantine_at > now for s in self._saves.values())
+
+    def outstanding(self) -> dict[str, int]:
+        """How much state is held, by kind; all 0 when the engine is at rest."""
+        return {
+            "requests": len(self._requests),
+            "lookups": len(self._tickets),
+            "loads": len(self._loads),
+            "saves": len(self._saves),
+            "save progress": len(self._progress),
+            "pinned blocks": self._pinned_blocks,
+        }
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,222 @@
+"""The worker's half of the connector: hands jobs to the event loop and reports each exactly once.
+
+Everything here runs on vLLM's worker thread and returns at once; the pool, the store and the lookup server live on the
+portal's own thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import cast
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.config import Config
+from kvpool.hashes import BlockHashes
+from kvpool.keys import Fact, KeySpace, Namespace
+from kvpool.memory import BlockLayout
+from kvpool.metrics import Counters
+from kvpool.pool import KVPool, Transfer
+from kvpool.portal import Portal
+from kvpool.registry import create_store, create_transport
+from kvpool.spec import CacheSpec
+from kvpool.transport import LookupRequest, LookupResult
+from kvpool.vllm.messages import Job, StepWork, WorkerReport
+
+__all__ = ["WorkerSide", "serve_pool"]
+
+logger = logging.getLogger(__name__)
+
+#: Longest wait in a step that computes nothing while jobs are in flight, so that vLLM does not spin at full speed.
+IDLE_WAIT_S = 0.001
+#: How long closing may take, stores and servers dead or not.
+CLOSE_TIMEOUT_S = 5.0
+
+
+class _Spaces:
+    """Key spaces by what the scheduler names (namespace digest, epoch), for this worker's own layout."""
+
+    def __init__(self, spec: CacheSpec, layout: Fact) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._known: dict[tuple[bytes, bytes], KeySpace] = {}
+
+    def get(self, namespace: bytes, epoch: bytes) -> KeySpace:
+        space = self._known.get((namespace, epoch))
+        if space is None:
+            facts: dict[str, Fact] = {"engine": namespace.hex(), "epoch": epoch.hex(), "layout": self._layout}
+            space = KeySpace(Namespace.of(facts), self._spec)
+            if len(self._known) >= 16:  # resets make new epochs; only the latest few are in use
+                self._known.pop(next(iter(self._known)))
+            self._known[namespace, epoch] = space
+        return space
+
+
+@asynccontextmanager
+async def serve_pool(
+    config: Config,
+    spec: CacheSpec,
+    layouts: Sequence[BlockLayout],
+    spaces: _Spaces,
+    transport_url: str,
+    counters: Counters,
+) -> AsyncIterator[KVPool]:
+    """The life of a worker's event loop: a pool on its store, and a server that answers the scheduler's lookups."""
+    transport = create_transport(transport_url)
+    namespace = Namespace.of({"spaces": "named by each job"})
+    store = create_store(config.store)
+    pool = KVPool(store, spec=spec, namespace=namespace, layouts=layouts, config=config, counters=counters)
+
+    async def answer(request: LookupRequest) -> LookupResult:
+        space = spaces.get(request.namespace, request.epoch)
+        hit = await pool.lookup(request.hashes, request.num_tokens, local_tokens=request.local_tokens, keyspace=space)
+        return LookupResult(hit.length, hit.boundaries, request.epoch, config.max_age_s)
+
+    async with pool, transport.serve(answer):
+        yield pool
+
+
+class WorkerSide:
+    """One rank's worker. Call :meth:`start` once the block memory is known."""
+
+    def __init__(self, config: Config, spec: CacheSpec, transport_url: str) -> None:
+        self._config = config
+        self._spec = spec
+        self._transport_url = transport_url
+        self._namespace: Namespace | None = None
+        self._epoch = b""
+        self._loads: dict[int, Job] = {}
+        self._saves: dict[int, Job] = {}
+        self._released: collections.deque[int] = collections.deque()
+        self._report = WorkerReport()
+        self._counters = Counters()
+        self.layouts: tuple[BlockLayout, ...] = ()
+        self._received: set[str] = set()
+        self._invalid: set[int] = set()
+        self._portal: Portal[KVPool] | None = None
+
+    def start(self, layouts: Sequence[BlockLayout], layout: Fact) -> None:
+        """Start the event loop, the store and the lookup server, in the background."""
+        self.layouts = tuple(layouts)
+        self._spaces = _Spaces(self._spec, layout)
+        digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
+        logger.info("kvpool: worker serves %d groups, block layout %s", len(layouts), digest)
+        self._portal = Portal(
+            partial(
+                serve_pool, self._config, self._spec, self.layouts, self._spaces, self._transport_url, self._counters
+            ),
+            backend=self._config.event_loop,
+        )
+        self._portal.submit(_hello, token=("hello", 0))
+
+    # ---- one step
+
+    def submit(self, work: StepWork) -> None:
+        """Hand the step's loads, then its saves, to the event loop. The step's forward pass has run."""
+        assert self._portal is not None
+        self._namespace, self._epoch = work.namespace, work.epoch
+        for job in work.loads:
+            self._loads[job.number] = job
+            self._portal.submit(_load, self._transfer(job), self._space(job), token=("load", job.number))
+        for job in work.saves:
+            self._saves[job.number] = job
+            released = partial(self._released.append, job.number)
+            self._portal.submit(_save, self._transfer(job), self._space(job), released, token=("save", job.number))
+
+    def collect(self, work: StepWork) -> None:
+        """Take in what has ended since the last step."""
+        assert self._portal is not None
+        if work.idle and (self._loads or self._saves):
+            self._portal.wait(IDLE_WAIT_S)
+        for done in self._portal.poll():
+            kind, number = cast(tuple[str, int], done.token)
+            if kind == "hello":
+                if done.error is not None:
+                    logger.error("kvpool is out of service, the engine goes on without it: %s", done.error)
+                continue
+            if done.error is not None:
+                logger.warning("kvpool: %s job %d failed: %s", kind, number, done.error)
+            (self._loaded if kind == "load" else self._saved)(number, done.result if done.error is None else None)
+        while self._released:
+            self._release(self._released.popleft())
+
+    def _loaded(self, number: int, ok: npt.NDArray[np.bool_] | None) -> None:
+        job = self._loads.pop(number)
+        # After a reset the engine may have other weights: what was loaded for the old epoch is void.
+        proven = np.zeros(len(job), np.bool_) if ok is None or job.epoch != self._epoch else ok
+        self._invalid.update(job.block_ids[~proven].tolist())
+        self._received.add(job.request_id)
+        self._report.loaded[number] = proven
+
+    def _saved(self, number: int, ok: npt.NDArray[np.bool_] | None) -> None:
+        self._release(number)
+        job = self._saves.pop(number)
+        self._report.saved[number] = np.zeros(len(job), np.bool_) if ok is None else ok
+
+    def _release(self, number: int) -> None:
+        # "copied" and the job's end may both tell; the scheduler counts ranks, so it hears of each job once.
+        if number in self._saves:
+            self._report.released.setdefault(number, 1)
+
+    def take_received(self) -> set[str]:
+        """Requests whose load has ended, well or not; each once."""
+        received, self._received = self._received, set()
+        return received
+
+    def take_invalid(self) -> set[int]:
+        """Blocks that were to be loaded and are not proven; each once, no later than its request is received."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> WorkerReport | None:
+        """What the scheduler's half needs to know, or None."""
+        report, self._report = self._report, WorkerReport()
+        return report or None
+
+    def counters(self) -> dict[str, int]:
+        """What the pool has done so far."""
+        return self._counters.snapshot()
+
+    def outstanding(self) -> dict[str, int]:
+        """How much state is held, by kind; all 0 when the engine is at rest."""
+        return {
+            "loads": len(self._loads),
+            "saves": len(self._saves),
+            "received": len(self._received),
+            "invalid blocks": len(self._invalid),
+        }
+
+    def close(self) -> None:
+        """Stop the event loop; idempotent, bounded in time."""
+        if self._portal is not None:
+            self._portal.close(CLOSE_TIMEOUT_S)
+
+    def _space(self, job: Job) -> KeySpace:
+        assert self._namespace is not None
+        return self._spaces.get(self._namespace.digest, job.epoch)
+
+    @staticmethod
+    def _transfer(job: Job) -> Transfer:
+        return Transfer(0, BlockHashes(job.digests, job.hash_len, scheme=job.scheme), job.block_ids)
+
+
+async def _hello(pool: KVPool) -> None:
+    """Does nothing; its failure tells that the store or the server did not start."""
+    await anyio.lowlevel.checkpoint()
+
+
+async def _load(pool: KVPool, part: Transfer, space: KeySpace) -> npt.NDArray[np.bool_]:
+    (results,) = await pool.load([part], keyspace=space)
+    return results.ok
+
+
+async def _save(pool: KVPool, part: Transfer, space: KeySpace, released: partial[None]) -> npt.NDArray[np.bool_]:
+    (results,) = await pool.save([part], keyspace=space, copied=released)
+    return results.ok

@@ -1,0 +1,27 @@
+"""Real vLLM engines. One engine at a time lives in the test process; a module's engine is closed when it ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine import ENVIRONMENT
+from tests.vllm.models import write_llama
+
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama-like model."""
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")

@@ -1,0 +1,217 @@
+"""A real vLLM engine in this process, driven step by step, with everything the tests look at within reach."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Set before vLLM is imported: one process, no network, no compilation.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "2",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+#: A request that has not ended after this many seconds hangs.
+PATIENCE = 60.0
+BLOCK = 32
+
+
+def prompt(tokens: int, seed: int, start: Sequence[int] = ()) -> list[int]:
+    """``tokens`` random token ids that begin with ``start``."""
+    source = random.Random(seed)
+    return [*start, *(source.randrange(3, 1000) for _ in range(tokens - len(start)))]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a request gave: greedy tokens, their log probabilities, prompt tokens not computed, how it ended."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+    finish: str | None
+
+    def like(self, other: Output) -> bool:
+        """Bitwise the same tokens and log probabilities."""
+        return self.tokens == other.tokens and self.logprobs == other.logprobs
+
+    def near(self, other: Output, tolerance: float = 1e-3) -> bool:
+        """The same tokens; log probabilities within fp32 rounding of another order of sums."""
+        return self.tokens == other.tokens and all(
+            abs(a - b) <= tolerance for a, b in zip(self.logprobs, other.logprobs, strict=True)
+        )
+
+
+class Engine:
+    """``connector``: kvpool's extra config, or None for an engine without a connector."""
+
+    def __init__(
+        self,
+        model: Path,
+        connector: Mapping[str, Any] | None = None,
+        *,
+        policy: str = "recompute",
+        role: str = "kv_both",
+        kv_bytes: int = 32 << 20,
+        **options: Any,
+    ) -> None:
+        from vllm import LLM
+
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        settings: dict[str, Any] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "seed": 0,
+            "max_model_len": 2048,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 2048,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": kv_bytes,
+            "disable_log_stats": True,
+        }
+        if connector is not None:
+            settings["kv_transfer_config"] = {
+                "kv_connector": "KVPoolConnector",
+                "kv_connector_module_path": "kvpool.vllm",
+                "kv_role": role,
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": dict(connector),
+            }
+        self.llm = LLM(**(settings | options))
+        self.engine: Any = self.llm.llm_engine
+        self.core: Any = self.engine.engine_core.engine_core
+        self.scheduler: Any = self.core.scheduler
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self._ids = 0
+        self.preemptions = 0
+        self.scheduled = 0  #: tokens that the last step computed
+        self._watch()
+
+    def _watch(self) -> None:
+        preempt, schedule = self.scheduler._preempt_request, self.scheduler.schedule
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self.scheduled = output.total_num_scheduled_tokens
+            return output
+
+        self.scheduler._preempt_request, self.scheduler.schedule = counted, noted
+
+    # ---- requests
+
+    def add(self, tokens: Sequence[int], *, output: int = 6, name: str = "", salt: str = "") -> str:
+        """Queue a greedy request; returns its id."""
+        from vllm import SamplingParams
+
+        self._ids += 1
+        name = name or f"request-{self._ids}"
+        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False, logprobs=1)
+        body: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if salt:
+            body["cache_salt"] = salt
+        self.engine.add_request(name, body, sampling)
+        return name
+
+    def step(self) -> dict[str, Output]:
+        """One engine step; the requests that ended in it."""
+        return {o.request_id: _output(o) for o in self.engine.step() if o.finished}
+
+    def finish(self, names: Iterable[str]) -> dict[str, Output]:
+        """Step until all these requests have ended. Fails if one hangs."""
+        waiting, done = set(names), {}
+        end = time.monotonic() + PATIENCE
+        while waiting:
+            assert time.monotonic() < end, f"still not ended: {sorted(waiting)}"
+            for name, output in self.step().items():
+                done[name] = output
+                waiting.discard(name)
+        return done
+
+    def run(self, tokens: Sequence[int], *, output: int = 6, salt: str = "") -> Output:
+        """One request from start to end."""
+        name = self.add(tokens, output=output, salt=salt)
+        return self.finish([name])[name]
+
+    def abort(self, name: str) -> None:
+        self.engine.abort_request([name])
+
+    def drain(self) -> None:
+        """Step until the engine has nothing left to do, saves included."""
+        end = time.monotonic() + PATIENCE
+        while self.scheduler.has_requests():
+            assert time.monotonic() < end, "the engine does not come to rest"
+            self.engine.step()
+
+    # ---- what the tests look at
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half."""
+        return self.scheduler.connector.scheduler
+
+    @property
+    def worker(self) -> Any:
+        """The worker's half."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The pool's counters."""
+        return dict(self.worker.counters())
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache and overwrite its KV memory, so that nothing stale can help a load."""
+        self.drain()
+        assert self.llm.reset_prefix_cache()
+        for memory in self.kv():
+            memory.fill_(7.0)
+
+    def kv(self) -> list[Any]:
+        """The KV tensors of all layers."""
+        context = self.core.vllm_config.compilation_config.static_forward_context
+        return [layer.kv_cache for layer in context.values() if getattr(layer, "kv_cache", None) is not None]
+
+    def assert_at_rest(self) -> None:
+        """No block held, no state of any request left."""
+        self.drain()
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1, "blocks leak"
+        assert not self.scheduler.requests
+        if self.scheduler.connector is not None:
+            for half in (self.connector, self.worker):
+                left = half.outstanding()
+                assert not any(left.values()), f"state left behind in {type(half).__name__}: {left}"
+
+    def close(self) -> None:
+        """Stop the engine and let the next one start in this process."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def _output(done: Any) -> Output:
+    best = done.outputs[0]
+    logprobs = tuple(max(entry.logprob for entry in step.values()) for step in best.logprobs or [])
+    return Output(tuple(best.token_ids), logprobs, done.num_cached_tokens or 0, best.finish_reason)

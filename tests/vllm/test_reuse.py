@@ -1,0 +1,174 @@
+"""A real engine reuses its KV cache through kvpool, bit for bit.
+
+The oracle: a request served by an external hit gives tokens and log probabilities bitwise equal to the same request
+served by vLLM's own local prefix hit. Cold against cached may differ by rounding, since the sums run in another order.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine import BLOCK, Engine, Output, prompt
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(model, {"store": f"file://{tmp_path_factory.mktemp('store')}"})
+    yield engine
+    engine.close()
+
+
+def objects(engine: Engine) -> list[Path]:
+    """The files of stored blocks."""
+    root = Path(engine.llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config["store"][7:])
+    return sorted(p for p in root.rglob("*") if p.is_file() and p.parent.parent.name == "0.0")
+
+
+def test_an_external_hit_is_bitwise_equal_to_a_local_hit(engine: Engine) -> None:
+    tokens = prompt(1000, seed=1)
+    cold = engine.run(tokens)
+    engine.drain()
+    local = engine.run(tokens)
+    engine.forget()
+    external = engine.run(tokens)
+    assert cold.cached == 0
+    assert external.cached == local.cached == 1000 // BLOCK * BLOCK
+    assert external.like(local)
+    assert external.near(cold)
+    engine.assert_at_rest()
+
+
+def test_only_what_the_engine_does_not_hold_is_loaded(engine: Engine) -> None:
+    start = prompt(512, seed=2)
+    whole = prompt(1000, seed=3, start=start)
+    engine.run(whole)
+    engine.drain()
+    local = engine.run(whole)
+    engine.forget()
+    engine.run(start, output=1)  # now the engine holds the first part by itself (loaded), the rest is only in the store
+    before = engine.counters
+    partly = engine.run(whole)
+    assert engine.counters["loaded_chunks"] - before["loaded_chunks"] == 1000 // BLOCK - 512 // BLOCK
+    assert partly.cached == local.cached
+    assert partly.like(local)
+    engine.assert_at_rest()
+
+
+def test_a_wrong_block_changes_the_output(engine: Engine) -> None:
+    """Negative control: if loaded bytes did not matter, the tests above would prove nothing."""
+    tokens = prompt(1000, seed=4)
+    engine.run(tokens)
+    engine.drain()
+    local = engine.run(tokens)
+    engine.forget()
+    scatter = engine.worker.layouts[0].scatter
+    wrong: list[int] = []
+
+    def corrupting(block_ids: Any, rows: Any) -> None:
+        rows = rows.copy()
+        if not wrong:
+            rows[3] = rows[3][::-1]
+            wrong.append(int(block_ids[3]))
+        scatter(block_ids, rows)
+
+    object.__setattr__(engine.worker.layouts[0], "scatter", corrupting)
+    try:
+        damaged = engine.run(tokens)
+    finally:
+        object.__delattr__(engine.worker.layouts[0], "scatter")
+    assert wrong
+    assert damaged.cached == local.cached
+    assert not damaged.near(local)
+    engine.forget()
+
+
+def test_a_salt_keeps_requests_apart(engine: Engine) -> None:
+    tokens = prompt(500, seed=5)
+    engine.run(tokens, salt="a")
+    engine.forget()
+    assert engine.run(tokens, salt="b").cached == 0
+    engine.forget()
+    assert engine.run(tokens, salt="a").cached == 500 // BLOCK * BLOCK
+    engine.assert_at_rest()
+
+
+def test_a_whole_prompt_in_the_store_still_leaves_the_last_token_to_compute(engine: Engine) -> None:
+    tokens = prompt(BLOCK * 8, seed=6)
+    engine.run(tokens)
+    engine.drain()
+    local = engine.run(tokens)
+    engine.forget()
+    external = engine.run(tokens)
+    assert external.cached == local.cached == BLOCK * 7
+    assert external.like(local)
+    engine.assert_at_rest()
+
+
+def test_short_and_single_token_prompts_touch_nothing(engine: Engine) -> None:
+    before = engine.counters
+    for length in (1, 2, BLOCK - 1):
+        engine.run(prompt(length, seed=length))
+    after = engine.counters
+    assert {k: after[k] - before[k] for k in ("lookups", "save_jobs", "load_jobs")} == {
+        "lookups": 0,
+        "save_jobs": 0,
+        "load_jobs": 0,
+    }
+    engine.assert_at_rest()
+
+
+def test_chunked_prefill_saves_each_block_once(engine: Engine) -> None:
+    before = engine.counters
+    tokens = prompt(2000, seed=7)
+    names = [engine.add(prompt(1500, seed=8)), engine.add(tokens)]  # together more than one step may compute
+    engine.finish(names)
+    engine.drain()
+    saved = engine.counters["saved_chunks"] - before["saved_chunks"]
+    assert saved == 1500 // BLOCK + 2000 // BLOCK
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("multiprocessing", [False, True], ids=["one-process-each", "worker-process"])
+def test_two_engines_share_one_directory(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
+    """A first engine computes and saves; a second, other process loads and answers bitwise as the first's local hit."""
+    first = _other_process(model, tmp_path, "local", multiprocessing)
+    second = _other_process(model, tmp_path, "external", multiprocessing)
+    assert second["cached"] == first["cached"] == 1000 // BLOCK * BLOCK
+    assert (second["tokens"], second["logprobs"]) == (first["tokens"], first["logprobs"])
+
+
+def _other_process(model: Path, store: Path, phase: str, multiprocessing: bool) -> dict[str, Any]:
+    import os
+
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.other_process", str(model), str(store), phase],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
+    assert lines, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTPUT "))
+    return result
+
+
+def test_outputs_do_not_change_with_the_pool(engine: Engine) -> None:
+    """A salted copy of each prompt runs without reuse; with reuse the tokens are the same."""
+    outputs: list[tuple[Output, Output]] = []
+    for seed in range(10, 14):
+        tokens = prompt(300 + 50 * seed, seed=seed)
+        cold = engine.run(tokens)
+        engine.forget()
+        outputs.append((cold, engine.run(tokens)))
+    assert all(reused.cached > 0 and reused.near(cold) for cold, reused in outputs)
+    engine.assert_at_rest()
