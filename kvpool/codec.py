@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from typing_extensions import Buffer
@@ -23,8 +24,11 @@ class HashCodec(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def encode(self, hashes: BlockHashes) -> Buffer:
-        """One frame that holds every digest of ``hashes``, and nothing that changes when ``hashes`` grows later."""
+    def encode(self, hashes: BlockHashes) -> Sequence[Buffer]:
+        """The frame that holds every digest of ``hashes``, in pieces that the transport joins.
+
+        Pieces spare a copy: they may show the memory of ``hashes`` itself, and are used before anything else happens.
+        """
 
     @abstractmethod
     def decode(self, frame: Buffer, *, scheme: str) -> BlockHashes:

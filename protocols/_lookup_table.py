@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from typing_extensions import Buffer
@@ -31,9 +31,9 @@ __all__ = ["RequestTable"]
 
 @dataclass(slots=True)
 class _Open:
-    request: LookupRequest
+    num_tokens: int
     deadline_ns: int
-    hashes: Buffer | None  # the encoded hashes, until the request has been sent
+    request: LookupRequest | None  # until it has been sent
 
 
 class RequestTable:
@@ -74,11 +74,13 @@ class RequestTable:
         self._next_id += 1
         deadline_ns = self._clock.now() + int(min(max(0.0, timeout), MAX_TIMEOUT) * NS)
         try:
-            opened = _Open(request, deadline_ns, self._encode(ticket, request))
+            self._check(ticket, request)
         except Exception as error:  # whatever a codec does, a lookup that cannot be sent is a miss
             self._done.append((ticket, TransportError(f"{self._peer}: the lookup cannot be sent: {error}")))
             return ticket
-        self._open[ticket] = opened
+        # A slice keeps what it shows while the caller's hashes grow.
+        snapshot = replace(request, hashes=request.hashes[:])
+        self._open[ticket] = _Open(request.num_tokens, deadline_ns, snapshot)
         self._unsent[ticket] = None
         heappush(self._deadlines, (deadline_ns, ticket))
         if len(self._deadlines) > 2 * self._max_outstanding:
@@ -86,32 +88,32 @@ class RequestTable:
             heapify(self._deadlines)
         return ticket
 
-    def _encode(self, ticket: int, request: LookupRequest) -> Buffer:
+    def _check(self, ticket: int, request: LookupRequest) -> None:
+        """Raise for a request that cannot be sent, now or ever."""
         if len(self._open) >= self._max_outstanding:
             raise TransportError(f"{len(self._open)} lookups are out already, the server does not keep up")
-        pack_lookup(ticket, request, self._codec, *self._server_clock, 0)  # to find now what does not fit
-        frame = self._codec.encode(request.hashes)
-        if (nbytes := memoryview(frame).nbytes) > self._max_frame_bytes:
+        pack_lookup(ticket, request, self._codec, *self._server_clock, 0)
+        nbytes = sum(memoryview(piece).nbytes for piece in self._codec.encode(request.hashes))
+        if nbytes > self._max_frame_bytes:
             limit = f"max_frame_bytes={self._max_frame_bytes:,}"
             raise TransportError(f"{nbytes:,} bytes of hashes are over {limit}; raise it at both ends")
-        return frame
 
-    def next_unsent(self) -> tuple[int, bytes, Buffer] | None:
-        """The request next in line: ticket, header, hashes. It stays in line until :meth:`sent`."""
+    def next_unsent(self) -> tuple[int, bytes, Sequence[Buffer]] | None:
+        """The request next in line: ticket, header frame, pieces of the hashes frame. It stays until :meth:`sent`."""
         self.expire()
         for ticket in self._unsent:
             opened = self._open[ticket]
-            assert opened.hashes is not None
+            assert opened.request is not None
             clock_id, offset = self._server_clock
             left_ns = max(0, opened.deadline_ns - self._clock.now())
             header = pack_lookup(ticket, opened.request, self._codec, clock_id, opened.deadline_ns + offset, left_ns)
-            return ticket, header, opened.hashes
+            return ticket, header, self._codec.encode(opened.request.hashes)
         return None
 
     def sent(self, ticket: int) -> None:
         """The request has left: it is out of line, and its hashes are let go."""
         del self._unsent[ticket]
-        self._open[ticket].hashes = None
+        self._open[ticket].request = None
 
     def receive(self, frames: Sequence[Buffer]) -> None:
         """Match a reply with its ticket. What matches none (late, cancelled, foreign) is dropped and counted."""
@@ -132,7 +134,7 @@ class RequestTable:
         try:
             outcome, clock_id, server_ns = read_reply(prefix, frame)
             if isinstance(outcome, LookupResult):
-                outcome.check(opened.request.num_tokens)
+                outcome.check(opened.num_tokens)
         except ValueError as error:
             return TransportError(f"{self._peer}: the server's reply cannot be read: {error}")
         # The server read its clock before its reply came in, so this is never ahead of the server's time.

@@ -25,12 +25,16 @@ from kvpool.protocols._lookup_wire import MAX_REPLY_BYTES
 from kvpool.protocols._zmq_curve import ZAP_ENDPOINT, load_keys
 from kvpool.registry import URL
 
-__all__ = ["CLOSE_SECONDS", "Link", "Options", "receive"]
+__all__ = ["CLOSE_SECONDS", "NOBLOCK", "POLLIN", "POLLOUT", "SNDMORE_NOBLOCK", "Link", "Options", "receive"]
 
 log = logging.getLogger(__name__)
 
 #: A transport lets go of its sockets and threads within this time, whether its peers live or not.
 CLOSE_SECONDS = 5.0
+# Plain numbers: arithmetic on the enums costs more than the calls they are for.
+NOBLOCK, SNDMORE_NOBLOCK = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_FRAMES = 8
 _RECONNECT_MS = 50
@@ -214,12 +218,12 @@ class Link:
 def receive(source: zmq.Socket[bytes]) -> list[memoryview] | None:
     """The next message without a copy, or None if there is none now. Of absurdly many frames, only the first few."""
     try:
-        frame = source.recv(zmq.NOBLOCK, copy=False)
+        frame = source.recv(NOBLOCK, copy=False)
     except zmq.Again:
         return None
     frames = [frame.buffer]
     while frame.more:
-        frame = source.recv(zmq.NOBLOCK, copy=False)
+        frame = source.recv(NOBLOCK, copy=False)
         if len(frames) < _MAX_FRAMES:
             frames.append(frame.buffer)
     return frames

@@ -7,6 +7,7 @@ frame's length. No hashes at all are two bytes.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import ClassVar
 
 from typing_extensions import Buffer
@@ -23,16 +24,16 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class BinaryCodec(HashCodec):
-    """``hash_len`` u16 big-endian, then the raw digests. Encoding copies once, decoding not at all."""
+    """``hash_len`` u16 big-endian, then the raw digests. Neither way copies a digest."""
 
     name: ClassVar[str] = "binary"
 
-    def encode(self, hashes: BlockHashes) -> bytes:
+    def encode(self, hashes: BlockHashes) -> Sequence[Buffer]:
         if hashes.hash_len > 0xFFFF:
             raise HashError(f"digests of {hashes.hash_len} bytes do not fit the binary codec (at most 65,535 bytes)")
         digests = hashes.view
         _check_size(_HASH_LEN.size + digests.nbytes)
-        return b"".join((_HASH_LEN.pack(hashes.hash_len), digests))
+        return _HASH_LEN.pack(hashes.hash_len), digests
 
     def decode(self, frame: Buffer, *, scheme: str) -> BlockHashes:
         view = memoryview(frame)

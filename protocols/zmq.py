@@ -30,7 +30,7 @@ from kvpool.protocols._lookup_handler import Handling
 from kvpool.protocols._lookup_table import RequestTable
 from kvpool.protocols._lookup_wire import NS, Incoming, Outcome, ServerWire
 from kvpool.protocols._zmq_curve import Keys
-from kvpool.protocols._zmq_link import Link, receive
+from kvpool.protocols._zmq_link import NOBLOCK, POLLIN, POLLOUT, SNDMORE_NOBLOCK, Link, receive
 from kvpool.registry import URL, create_codec
 from kvpool.transport import (
     LookupClient,
@@ -102,7 +102,7 @@ class _Server:
         self._router = router
         self._wire = wire
         self._handling = handling
-        self._slots = anyio.Semaphore(max_handlers)
+        self._slots = anyio.Semaphore(max_handlers, fast_acquire=True)
         self._tasks = tasks
         self._nap: anyio.CancelScope | None = None
 
@@ -118,6 +118,7 @@ class _Server:
             self._slots.release()
             if verdict is not None:
                 self._send(bytes(identity), verdict)
+            await checkpoint()  # a flood of garbage must not keep lookups from running
 
     async def _next_message(self) -> list[memoryview]:
         while (frames := receive(self._router)) is None:
@@ -137,15 +138,15 @@ class _Server:
 
     def _send(self, identity: bytes, reply: bytes) -> None:
         """To a client that is gone, or takes no more, ZeroMQ drops it."""
-        self._router.send_multipart([identity, reply], zmq.NOBLOCK)
-        if self._nap is not None and int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+        self._router.send_multipart([identity, reply], NOBLOCK)
+        if self._nap is not None and int(self._router.get(zmq.EVENTS)) & POLLIN:
             self._nap.cancel()  # sending has used up the signal that the listener waits for
 
 
 async def _authenticate(auth: zmq.Socket[bytes], keys: Keys) -> None:
     while True:
         while (question := receive(auth)) is not None:
-            auth.send_multipart(keys.authorize(question), zmq.NOBLOCK)
+            auth.send_multipart(keys.authorize(question), NOBLOCK)
         await anyio.wait_readable(auth.FD)
 
 
@@ -156,6 +157,7 @@ class _Channel:
         self.table = RequestTable(codec, peer=link.peer, max_frame_bytes=link.options.max_frame_bytes)
         self._dealer = link.dealer()
         self._link = link
+        self._frame = bytearray()
 
     @property
     def fd(self) -> int:
@@ -167,25 +169,39 @@ class _Channel:
         while True:
             while (unsent := self.table.next_unsent()) is not None and self._send(*unsent):
                 pass
-            while (message := receive(self._dealer)) is not None:
-                self.table.receive(message)
-            # A send may have taken in news of replies, and reading may have made room to send.
+            # Asked after sending, which may have taken in the signal of a reply; reading may make room to send.
             events = int(self._dealer.get(zmq.EVENTS))
-            if not (events & zmq.POLLIN or (events & zmq.POLLOUT and self.table.has_unsent)):
+            if events & POLLIN:
+                if (message := receive(self._dealer)) is not None:
+                    self.table.receive(message)
+            elif not (events & POLLOUT and self.table.has_unsent):
                 return
 
-    def _send(self, ticket: int, header: bytes, hashes: Buffer) -> bool:
+    def _send(self, ticket: int, header: bytes, pieces: Sequence[Buffer]) -> bool:
         try:
-            self._dealer.send_multipart([header, hashes], zmq.NOBLOCK)
+            self._dealer.send(header, SNDMORE_NOBLOCK)
         except zmq.Again:  # no server is there, or it does not keep up: the ticket stays in line
             return False
+        self._dealer.send(self._join(pieces), NOBLOCK)  # there is room: a message counts as one
         self.table.sent(ticket)
         return True
+
+    def _join(self, pieces: Sequence[Buffer]) -> memoryview:
+        """One frame, in memory that serves every frame: half a megabyte of fresh memory costs more than to send it."""
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes > len(self._frame):
+            self._frame = bytearray(nbytes)
+        frame, end = memoryview(self._frame), 0
+        for view in views:
+            frame[end : end + view.nbytes] = view
+            end += view.nbytes
+        return frame[:end]
 
     def sleep(self, seconds: float) -> None:
         """Block the thread until there may be something to do, at most ``seconds`` (in steps of 1 ms)."""
         seconds = min(seconds, self.table.seconds_left() or 0.0)
-        self._dealer.poll(max(0, ceil(seconds * 1000)), zmq.POLLIN | (zmq.POLLOUT if self.table.has_unsent else 0))
+        self._dealer.poll(max(0, ceil(seconds * 1000)), POLLIN | (POLLOUT if self.table.has_unsent else 0))
 
     def close(self) -> None:
         self._link.close(self._dealer)

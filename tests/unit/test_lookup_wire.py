@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -45,7 +45,7 @@ def send(table: RequestTable) -> list[Buffer]:
     assert unsent is not None
     ticket, header, hashes = unsent
     table.sent(ticket)
-    return [header, hashes]
+    return [header, b"".join(hashes)]
 
 
 def accepted(server: ServerWire, frames: list[Buffer]) -> Incoming:
@@ -359,7 +359,7 @@ def test_too_many_boundaries_and_very_long_texts_still_fit_a_reply() -> None:
 class BrokenCodec(HashCodec):
     name = "broken"
 
-    def encode(self, hashes: BlockHashes) -> Buffer:
+    def encode(self, hashes: BlockHashes) -> Sequence[Buffer]:
         raise KeyError("encode")
 
     def decode(self, frame: Buffer, *, scheme: str) -> BlockHashes:
@@ -409,6 +409,6 @@ def test_many_cancelled_lookups_leave_nothing_behind() -> None:
 def test_requests_that_cannot_be_are_refused_where_they_are_made() -> None:
     for wrong in ({"namespace": b"short"}, {"epoch": b""}, {"local_tokens": 101}, {"local_tokens": -1}):
         with pytest.raises(ValueError, match="lookup"):
-            replace(REQUEST, **wrong)  # type: ignore[arg-type]
+            replace(REQUEST, **wrong)
     with pytest.raises(HashError):
         BlockHashes(b"abc", 2, scheme="chained")
