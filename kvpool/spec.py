@@ -154,6 +154,20 @@ class CacheSpec:
         shapes = {_shape(g) for g, flag in zip(self.groups, flags, strict=True) if flag}
         return tuple(g.cacheable and _shape(g) in shapes for g in self.groups)
 
+    def ends_inside(self, group: int) -> bool:
+        """Whether hits may end inside a chunk of ``group``, which is then stored under the hash it ends at.
+
+        Dense chunks only grow, so one stored under a later hash serves as well.
+        """
+        info = self.groups[group]
+        return self.partial_hits and info.kind.dense and info.block_size > self.hash_block_size
+
+    def eagle_margin(self, group: int) -> int:
+        """Tokens above a hit that must be stored too, because the drafter has them computed again."""
+        if not self.eagle[group] or self.groups[group].kind is Kind.MAMBA:
+            return 0
+        return self.hash_block_size if self.ends_inside(group) else self.groups[group].block_size
+
     def hashes_per_block(self, group: int) -> int:
         """Hash blocks in one block of ``group``."""
         return self.groups[group].block_size // self.hash_block_size

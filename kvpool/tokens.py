@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import LayoutError
+from kvpool.addresses import AddressRows
+from kvpool.coordinator import Coordinator, Hit
+from kvpool.errors import HashError, LayoutError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace
 from kvpool.memory import BlockLayout, Buffers
-from kvpool.spec import CacheSpec
+from kvpool.spec import CacheSpec, Kind
 
 __all__ = ["ChunkedTokenDatabase", "Chunks"]
 
@@ -23,7 +27,8 @@ Ids = npt.NDArray[np.intp]
 class Chunks:
     """Some chunks of one group, as columns.
 
-    ``ids``: chunk numbers. ``ends``: tokens up to the end of each. ``hash_ids``: index of the hash that keys each.
+    ``ids``: chunk numbers. ``ends``: tokens up to the end of what counts in each. ``hash_ids``: index of the hash that
+    keys each.
     """
 
     ids: Ids
@@ -33,12 +38,17 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def select(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Chunks:
+        """Some of the chunks, by index or mask."""
+        return Chunks(self.ids[rows], self.ends[rows], self.hash_ids[rows])
+
 
 class ChunkedTokenDatabase:
     """Cuts a request into chunks and says what each is called and where it lies.
 
-    ``layouts``: one for each group, where the engine's blocks live (omit on a side that moves no bytes).
-    ``null_block``: the block id that stands for "no block" in a block table, if the engine has one.
+    ``layouts``: one a group, where the engine's blocks live (omit on a side that moves no bytes). ``blocks_per_chunk``:
+    one a group, entries of the engine's block table that make one chunk; 1 unless given. ``null_block``: the id that
+    stands for "no block" in a block table, if the engine has one.
     """
 
     def __init__(
@@ -47,14 +57,26 @@ class ChunkedTokenDatabase:
         keyspace: KeySpace,
         layouts: Sequence[BlockLayout] = (),
         *,
+        blocks_per_chunk: Sequence[int] = (),
         null_block: int | None = None,
     ) -> None:
-        if layouts and len(layouts) != len(spec.groups):
-            raise LayoutError(f"{len(layouts)} layouts for {len(spec.groups)} groups")
+        count = len(spec.groups)
+        if (layouts and len(layouts) != count) or (blocks_per_chunk and len(blocks_per_chunk) != count):
+            raise LayoutError(
+                f"{count} groups, but {len(layouts)} layouts and {len(blocks_per_chunk)} blocks_per_chunk"
+            )
         self.spec = spec
+        self.coordinator = Coordinator(spec)
         self.keyspace = keyspace
         self.layouts = tuple(layouts)
+        self.blocks_per_chunk = tuple(blocks_per_chunk) or (1,) * count
         self.null_block = null_block
+        for i, (group, k) in enumerate(zip(spec.groups, self.blocks_per_chunk, strict=True)):
+            if k < 1 or group.block_size % k:
+                raise LayoutError(f"group {i}: {k} engine blocks do not divide a chunk of {group.block_size} tokens")
+        self._rows = tuple(AddressRows(layout) for layout in layouts)
+
+    # -- which chunks
 
     def chunks(
         self,
@@ -70,17 +92,17 @@ class ChunkedTokenDatabase:
         """The chunks of the first ``token_len`` tokens that are wanted; hashes are counted, not read.
 
         Starts at chunk ceil(``mask_num`` / block size); ``chunk_mask[0]`` belongs to that chunk, and its length is a
-        limit. A last chunk that is not whole ends at the last hash block. Striping, for puts: only chunks with
-        ``id % put_step == (put_step_rank + group) % put_step``.
+        limit. A last chunk that is not whole ends at the last hash block. Striping, for puts only: a rank takes the
+        chunks with ``id % put_step == (put_step_rank + group) % put_step``, so that ranks which hold the same bytes
+        share the work whatever was saved before.
         """
         block, hash_block = self.spec.groups[group].block_size, self.spec.hash_block_size
-        tokens = min(token_len // hash_block, num_hashes) * hash_block
+        tokens = max(min(token_len // hash_block, num_hashes), 0) * hash_block
         start, end = -(-max(mask_num, 0) // block), -(-tokens // block)
         if chunk_mask is None:
             ids = np.arange(start, end, dtype=np.intp)
         else:
-            mask = np.asarray(chunk_mask, np.bool_)[: max(end - start, 0)]
-            ids = np.flatnonzero(mask) + start
+            ids = np.asarray(chunk_mask, np.bool_)[: max(end - start, 0)].nonzero()[0] + start
         if put_step > 1:
             ids = ids[ids % put_step == (put_step_rank + group) % put_step]
         ends = np.minimum((ids + 1) * block, tokens)
@@ -103,15 +125,139 @@ class ChunkedTokenDatabase:
         for chunk, end, i in zip(found.ids.tolist(), found.ends.tolist(), found.hash_ids.tolist(), strict=True):
             yield chunk * block, end, hashes[i]
 
+    def load_chunks(self, group: int, hit: Hit, start_token: int = 0) -> Chunks:
+        """What ``group`` loads for ``hit``, when the engine holds the first ``start_token`` tokens.
+
+        A chunk that the engine holds in part is loaded whole. The last chunk is named by the hash it was stored under.
+        """
+        chunks = self._named(group, self.coordinator.load_chunks(group, hit.length, start_token), hit.length)
+        if len(chunks):
+            chunks.hash_ids[-1] = hit.boundaries[group] // self.spec.hash_block_size - 1
+        return chunks
+
+    def boundary(self, group: int, num_tokens: int, num_hashes: int) -> Chunks:
+        """The chunk that holds the state or tail at exactly ``num_tokens``, named by the hash that ends there.
+
+        For blocks that the engine hands over by id because their position in the block table does not find them. Empty
+        if that hash does not exist. Raises HashError if ``num_tokens`` is not on a hash block.
+        """
+        if num_tokens % self.spec.hash_block_size:
+            raise HashError(f"boundary at {num_tokens} tokens is not on a hash block of {self.spec.hash_block_size}")
+        if not 0 < num_tokens <= num_hashes * self.spec.hash_block_size or not self.spec.groups[group].cacheable:
+            return self._named(group, np.empty(0, np.intp), num_tokens)
+        return self._named(group, np.array([-(-num_tokens // self.spec.groups[group].block_size) - 1]), num_tokens)
+
+    def tail_chunks(self, group: int, num_tokens: int, computed_tokens: int, num_hashes: int) -> Chunks:
+        """What else is stored so that a later request can resume at ``num_tokens``, inside a common block.
+
+        Saves by position end on the common block; a Mamba state at ``num_tokens`` can only be used with the other
+        groups' chunks from there up to it, and one hash block more where EAGLE reads on. Empty for Mamba groups, and
+        while ``computed_tokens`` do not reach so far.
+        """
+        spec, info = self.spec, self.spec.groups[group]
+        end = num_tokens + spec.eagle_margin(group)
+        limit = min(computed_tokens, num_hashes * spec.hash_block_size)
+        if num_tokens <= 0 or end > limit or info.kind is Kind.MAMBA or not info.cacheable:
+            return self._named(group, np.empty(0, np.intp), 0)
+        first = num_tokens // spec.common_block * spec.common_block // info.block_size
+        return self._named(group, np.arange(first, -(-end // info.block_size), dtype=np.intp), end)
+
+    def _named(self, group: int, ids: Ids, tokens: int) -> Chunks:
+        ends = np.minimum((ids + 1) * self.spec.groups[group].block_size, tokens)
+        return Chunks(ids, ends, ends // self.spec.hash_block_size - 1)
+
+    # -- what they are called
+
     def keys(self, group: int, shard: int, hashes: BlockHashes, chunks: Chunks) -> list[str]:
         """The key of each chunk."""
         return self.keyspace.keys(group, shard, hashes, chunks.hash_ids)
+
+    # -- where they lie
+
+    def blocks(self, group: int, chunks: Chunks, block_table: npt.ArrayLike) -> tuple[Chunks, Ids]:
+        """The chunks that have memory, and their engine blocks, intp[n, k].
+
+        Chunks with a null block are left out: they were dropped by the engine, and are neither stored nor loaded.
+        Raises LayoutError if the table is too short for a chunk.
+        """
+        k = self.blocks_per_chunk[group]
+        table = np.asarray(block_table, np.intp)
+        if len(chunks) and int(chunks.ids[-1] + 1) * k > len(table):
+            raise LayoutError(
+                f"group {group}: chunk {int(chunks.ids[-1])} ends at block {int(chunks.ids[-1] + 1) * k} "
+                f"of a table of {len(table)} blocks"
+            )
+        ids = table[chunks.ids[:, None] * k + np.arange(k)]
+        if self.null_block is not None:
+            there = (ids != self.null_block).all(axis=1)
+            if not there.all():
+                return chunks.select(there), ids[there]
+        return chunks, ids
 
     def buffers(self, group: int, block_ids: npt.ArrayLike) -> Buffers:
         """Engine memory of chunks made of blocks ``block_ids`` ([n], or [n, k] with k blocks a chunk)."""
         return self._layout(group).buffers(block_ids)
 
+    def span_buffers(self, group: int, spans: npt.ArrayLike, block_table: npt.ArrayLike) -> Buffers:
+        """Engine memory of token spans ([n, 2]: start, end), each one chunk or the first part of one.
+
+        Blocks behind the end of a span have size 0. Raises LayoutError for a span that does not start on a chunk, does
+        not end on a hash block or is longer than a chunk.
+        """
+        info, k = self.spec.groups[group], self.blocks_per_chunk[group]
+        start, end = np.asarray(spans, np.intp).reshape(-1, 2).T
+        bad = (start % info.block_size != 0) | (end % self.spec.hash_block_size != 0)
+        bad |= (end <= start) | (end - start > info.block_size) | (start < 0)
+        if bad.any():
+            i = int(bad.argmax())
+            raise LayoutError(
+                f"group {group}: span {int(start[i])}..{int(end[i])} is not a chunk of {info.block_size} tokens "
+                f"cut at a hash block of {self.spec.hash_block_size}"
+            )
+        page = info.block_size // k
+        used = np.arange(k) < -(-(end - start) // page)[:, None]
+        index = np.where(used, start[:, None] // page + np.arange(k), start[:, None] // page)
+        table = np.asarray(block_table, np.intp)
+        if index.size and int(index.max()) >= len(table):
+            raise LayoutError(f"group {group}: block {int(index.max())} of a table of {len(table)} blocks")
+        whole = self._layout(group).buffers(table[index].reshape(-1, k))
+        if used.all():
+            return whole
+        return Buffers(
+            whole.regions, whole.region, whole.offsets, whole.sizes * used.repeat(whole.sizes.shape[1] // k, 1)
+        )
+
+    def addresses(self, group: int, block_ids: npt.ArrayLike) -> tuple[list[list[int]], list[list[int]]]:
+        """Like :meth:`buffers`, as nested lists of plain ints (addresses, sizes); see :class:`AddressRows`."""
+        self._layout(group)
+        return self._rows[group].lists(block_ids)
+
     def _layout(self, group: int) -> BlockLayout:
         if not self.layouts:
             raise LayoutError("this token database was made without layouts: it has no memory to address")
         return self.layouts[group]
+
+    @cached_property
+    def _sharing(self) -> list[tuple[int, int]]:
+        """Pairs of groups whose blocks lie in the same bytes."""
+        spans = [
+            sorted((r.address, r.address + r.nbytes) for r in {layout.regions[j] for j in layout.region.tolist()})
+            for layout in self.layouts
+        ]
+        return [
+            (a, b)
+            for a, b in combinations(range(len(spans)), 2)
+            if any(x[0] < y[1] and y[0] < x[1] for x in spans[a] for y in spans[b])
+        ]
+
+    def check_owners(self, block_tables: Sequence[npt.ArrayLike]) -> None:
+        """Groups that share memory must not share blocks: a block id belongs to one group at a time.
+
+        Raises LayoutError naming the first id that two such groups' tables (one a group, of one request) both hold.
+        """
+        tables = [np.asarray(t, np.intp) for t in block_tables]
+        for a, b in self._sharing:
+            both = np.intersect1d(tables[a], tables[b])
+            both = both[both != self.null_block] if self.null_block is not None else both
+            if len(both):
+                raise LayoutError(f"block {int(both[0])} is in the tables of groups {a} and {b}, which share memory")
