@@ -31,7 +31,7 @@ def is_secret(name: str) -> bool:
 
 def redact(text: str) -> str:
     """``text`` with the secrets of any URL in it replaced by ``***``."""
-    return _SECRET_PAIR.sub(r"\1***", _USERINFO.sub(r"\1\2***\3", text))
+    return _USERINFO.sub(r"\1\2***\3", _SECRET_PAIR.sub(r"\1***", text))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -79,4 +79,6 @@ def _problem(
 
 
 def _shown(name: str, value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_shown(str(key), inner)}" for key, inner in value.items()) + "}"
     return "***" if is_secret(name) else redact(repr(value))

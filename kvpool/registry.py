@@ -119,12 +119,12 @@ def parse_url(source: str | Mapping[str, object] | URL) -> URL:
 
 def _parse_text(text: str) -> URL:
     form = _FORM.fullmatch(text)
-    if form is None:
+    if form is None or (form["user"] is not None and "@" in (form["path"] or "") + (form["query"] or "")):
         # The text may hold a secret in the wrong place: show no more than its scheme.
         scheme = text.partition(":")[0] if ":" in text else redact(text)
         raise ConfigError(
             f"{scheme!r}...: not a URL. Write scheme://host/path?option=value or my_pkg.mod:Class?option=value, "
-            "and # ? / @ inside a user, password or host as %23 %3F %2F %40"
+            "and a # ? / @ that does not part these as %23 %3F %2F %40"
         )
     scheme = form["scheme"] if ":" in form["scheme"] else form["scheme"].lower()
     user, _, password = (form["user"] or "").partition(":")
@@ -217,8 +217,8 @@ def _load(what: str, name: str, target: str) -> object:
         extra = _EXTRAS.get(missing.partition(".")[0])
         install = f"pip install 'kvpool[{extra}]'" if extra else f"install the package that provides {missing!r}"
         raise ConfigError(f"{what} {name!r} needs the module {missing!r}, which is not installed: {install}") from error
-    except ImportError as error:
-        raise ConfigError(f"{what} {name!r}: importing {module} failed: {error}") from error
+    except Exception as error:  # any module may be named here, so anything may go wrong in it
+        raise ConfigError(f"{what} {name!r}: importing {module} failed: {type(error).__name__}: {error}") from error
     try:
         return getattr(loaded, attribute)
     except AttributeError:
