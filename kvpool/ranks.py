@@ -6,6 +6,7 @@ ranks that hold them share the puts between them. Every rank loads all it needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
@@ -50,25 +51,42 @@ class Parallel:
         """How many ranks there are."""
         return self.tensor * self.pipeline * self.prefill_context
 
+    def ranks(self) -> list[Rank]:
+        """Every rank."""
+        return [
+            Rank(t, p, c, t % self.decode_context)
+            for c in range(self.prefill_context)
+            for t in range(self.tensor)
+            for p in range(self.pipeline)
+        ]
+
     def replicas(self, kv_heads: int | None) -> int:
         """How many tensor-parallel ranks hold the same bytes.
 
         ``kv_heads``: KV heads of the whole model; 1 for values every rank holds in full (MLA); None for state that
-        differs on every rank (Mamba).
+        differs on every rank (Mamba). Raises ConfigError if the ranks cannot share that many heads evenly.
         """
-        if kv_heads is None or self.decode_context > 1:
+        if kv_heads is None or self.decode_context > 1 or kv_heads >= self.tensor:
             return 1
-        return max(1, self.tensor // kv_heads)
+        if self.tensor % kv_heads:
+            raise ConfigError(f"{kv_heads} KV heads do not spread evenly over {self.tensor} tensor-parallel ranks")
+        return self.tensor // kv_heads
 
-    def shards(self, kv_heads: int | None) -> int:
-        """How many different values a chunk has over all ranks: every one must be stored for the chunk to be hit."""
-        return self.tensor // self.replicas(kv_heads) * self.prefill_context * self.pipeline
+    def shards(self, kv_heads: int | None, stages: Sequence[int] | None = None) -> int:
+        """How many different values a chunk has over all ranks: every one must be stored for the chunk to be hit.
 
-    def shard(self, rank: Rank, kv_heads: int | None) -> int:
-        """The shard that ``rank`` loads and helps to store."""
-        column = rank.tensor // self.replicas(kv_heads)
-        width = self.tensor // self.replicas(kv_heads)
-        return (rank.prefill_context * width + column) * self.pipeline + rank.pipeline
+        ``stages``: the pipeline stages that hold layers of the group; all unless given.
+        """
+        held = self.pipeline if stages is None else len(stages)
+        return self.tensor // self.replicas(kv_heads) * self.prefill_context * held
+
+    def shard(self, rank: Rank, kv_heads: int | None, stages: Sequence[int] | None = None) -> int:
+        """The shard that ``rank`` loads and helps to store. Raises ConfigError if its stage has no such layers."""
+        held = range(self.pipeline) if stages is None else stages
+        if rank.pipeline not in held:
+            raise ConfigError(f"pipeline stage {rank.pipeline} holds no layers of this group (stages {list(held)} do)")
+        width, column = self.tensor // self.replicas(kv_heads), rank.tensor // self.replicas(kv_heads)
+        return (rank.prefill_context * width + column) * len(held) + list(held).index(rank.pipeline)
 
     def put_stripe(self, rank: Rank, kv_heads: int | None) -> tuple[int, int]:
         """(step, phase): ``rank`` stores the chunks with ``id % step == (phase + group) % step``."""

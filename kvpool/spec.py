@@ -7,7 +7,8 @@ construction, with every reason in one message.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -55,6 +56,17 @@ class CacheGroup:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Kind) and self.kind in tuple(Kind):
             object.__setattr__(self, "kind", Kind(self.kind))
+
+    def spread(self, parallel: Parallel, kv_heads: int = 1, stages: Sequence[int] | None = None) -> CacheGroup:
+        """This group over all ranks of ``parallel``.
+
+        With decode context parallelism each rank holds a part of every attention block, so one chunk covers the blocks
+        of all of them; a Mamba state is whole on each rank. ``kv_heads``: of the whole model; ``stages``: the pipeline
+        stages that hold layers of the group.
+        """
+        heads = {Kind.MLA: 1, Kind.MAMBA: None}.get(self.kind, kv_heads)
+        scale = 1 if self.kind is Kind.MAMBA else parallel.decode_context
+        return replace(self, block_size=self.block_size * scale, shards=parallel.shards(heads, stages))
 
     def reasons(self) -> list[str]:
         """Why this group cannot be served; empty if it can."""
