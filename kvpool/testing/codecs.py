@@ -111,8 +111,14 @@ class CodecConformance:
     @given(hashes=_hashes(), data=st.data())
     def test_a_damaged_frame_is_never_taken_for_the_whole_one(self, hashes: BlockHashes, data: st.DataObject) -> None:
         frame = self.frame(hashes)
-        cut = data.draw(st.integers(0, len(frame)))
-        damaged = frame[:cut] + data.draw(st.binary(max_size=8)) + frame[cut + data.draw(st.integers(0, 8)) :]
+        damage = data.draw(st.sampled_from(["cut", "add", "change"]))
+        if damage == "cut":
+            damaged = frame[: data.draw(st.integers(0, max(0, len(frame) - 1)))]
+        elif damage == "add":
+            damaged = frame + data.draw(st.binary(min_size=1, max_size=8))
+        else:
+            at = data.draw(st.integers(0, max(0, len(frame) - 1)))
+            damaged = frame[:at] + data.draw(st.binary(min_size=1, max_size=1)) + frame[at + 1 :]
         decoded = self._decode_or_refuse(damaged)
         if damaged != frame and decoded is not None and len(hashes):
             assert list(decoded) != list(hashes)
