@@ -235,7 +235,7 @@ class _Turns:
         """About to do this much. False: the deadline has passed."""
         self._left -= nbytes
         if self._left < 0:
-            self._left = _SLICE_BYTES
+            self._left = _SLICE_BYTES - nbytes
             await anyio.lowlevel.checkpoint()
             self._life.check()
             self._late = anyio.current_time() >= self._deadline

@@ -190,7 +190,7 @@ def _find(group: str, name: str, interface: type[T]) -> type[T]:
     elif name in _BUILTIN[group]:
         target = _BUILTIN[group][name]
     else:
-        found = {e.value: e for e in _entry_points(group) if e.name == name}
+        found = {f"{e.module}:{e.attr}" for e in _entry_points(group) if e.name == name}
         if not found:
             known = known_names(group)
             raise ConfigError(
