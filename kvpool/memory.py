@@ -112,7 +112,8 @@ class Buffers:
     @cached_property
     def nbytes(self) -> Int64:
         """int64[n]: total bytes of each key."""
-        return self.sizes.sum(axis=1, dtype=np.int64)
+        total: Int64 = self.sizes.sum(axis=1, dtype=np.int64)
+        return total
 
     @cached_property
     def addresses(self) -> Int64:
