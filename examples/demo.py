@@ -25,6 +25,13 @@ from typing import Any
 
 BLOCK_SIZE = 16
 CHILD_TIMEOUT_S = 300
+CHILD_ENVIRONMENT = {
+    # One thread: the model's many small matrix products gain nothing from more, and threads would spin.
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    # A lookup that is late counts as a miss. A demo would rather wait, even on a machine that is busy with other work.
+    "KVPOOL_LOOKUP_TIMEOUT_MS": "10000",
+}
 
 
 # ---- the prompts: text as bytes, one token a byte
@@ -114,8 +121,7 @@ def start(store: str, prompts: Sequence[Sequence[int]], answer: int, *, compare:
         done = subprocess.run(
             [sys.executable, __file__, "--child"],
             input=json.dumps(job),
-            # One thread: the model's many small matrix products gain nothing from more, and threads would spin.
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **CHILD_ENVIRONMENT},
             capture_output=True,
             text=True,
             timeout=CHILD_TIMEOUT_S,
@@ -246,6 +252,8 @@ def demo(store: str, directory: Path | None, tokens: int, answer: int) -> int:
     wrong = problems(list(b_prompts), stored, b)
     for line in wrong:
         print(f"WRONG: {line}")
+    if wrong:
+        print("Counted in B:", ", ".join(f"{name} {n}" for name, n in b["counters"].items() if n))
     if not any(r["shared"]["loaded"] for r in b["runs"]):
         print("Nothing was reused: processes must be able to share the store, which memory:// cannot.")
     if not wrong:
@@ -276,7 +284,7 @@ def main() -> int:
         if args.store:
             return demo(args.store, None, args.tokens, args.answer)
         with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as directory:
-            return demo(f"file://{directory}", Path(directory), args.tokens, args.answer)
+            return demo(Path(directory).as_uri(), Path(directory), args.tokens, args.answer)
     except RuntimeError as error:
         print(f"FAILED: {error}", file=sys.stderr)
         return 1

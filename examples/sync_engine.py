@@ -10,15 +10,16 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tiny_engine.blocks import BlockPool, gaps
-from tiny_engine.model import KVCache, Model, ModelConfig
-from tiny_engine.sharing import Sharing
 
 from kvpool.hashes import BlockHashes, chain_hashes
 from kvpool.portal import Portal
+from tiny_engine.blocks import BlockPool, gaps
+from tiny_engine.model import KVCache, Model, ModelConfig
+from tiny_engine.sharing import Sharing
 
 CHUNK_TOKENS = 256
 
@@ -114,7 +115,7 @@ def main() -> None:
     answers = []
     with tempfile.TemporaryDirectory() as directory:
         for name in ("first", "second"):
-            engine = StepEngine(model, model.new_kv(400, 16), f"file://{directory}")
+            engine = StepEngine(model, model.new_kv(400, 16), Path(directory).as_uri())
             with engine.portal:
                 requests = [engine.add(prompt, 8) for prompt in prompts]
                 engine.run()

@@ -4,7 +4,8 @@ Nothing of it is registered anywhere: its URL names the class.
 
     third_party_store:SQLiteStore?path=/var/cache/kv.db
 
-``kvpool.testing`` has the tests that a store must pass; docs/bring-your-own-store.md explains the contract.
+The contract is :class:`kvpool.store.Store`; :class:`kvpool.testing.stores.StoreConformance` has the tests for it, and
+tests/examples/test_third_party_store.py runs them on this one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SQLiteStore(Store):
     """Values as rows of one table. SQLite's transactions make a put whole; ``INSERT OR IGNORE`` lets the first win."""
 
     scheme: ClassVar[str] = "sqlite"
-    capabilities = Capabilities(shared=True, max_value_bytes=500_000_000)
+    capabilities = Capabilities(shared=True, max_value_bytes=64 << 20)
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -98,6 +99,9 @@ class SQLiteStore(Store):
         results = Results.empty(len(keys), Status.TIMED_OUT)
 
         def put(db: sqlite3.Connection, i: int) -> None:
+            if source.nbytes[i] > (self.capabilities.max_value_bytes or 0):
+                results.set(i, Status.REJECTED)
+                return
             value = b"".join(source.views(i))
             new = db.execute("INSERT OR IGNORE INTO kv VALUES (?, ?)", (keys[i], value)).rowcount
             results.set(i, Status.OK, len(value) if new else 0)

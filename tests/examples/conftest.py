@@ -19,8 +19,14 @@ def examples() -> Path:
     return EXAMPLES
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late lookup is a miss: on a busy machine that would look like a fault."""
+    monkeypatch.setenv("KVPOOL_LOOKUP_TIMEOUT_MS", "10000")
+
+
 @pytest.fixture
-def example_environment() -> dict[str, str]:
+def example_environment(patient: None) -> dict[str, str]:
     """An environment in which an example runs as a script from a checkout."""
     path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}

@@ -13,11 +13,11 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+from kvpool.hashes import BlockHashes
 from tiny_engine.engine import Completion, Engine
 from tiny_engine.model import Model, ModelConfig
 from tiny_engine.sharing import Sharing
-
-from kvpool.hashes import BlockHashes
 
 SMALL = ModelConfig(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=96, max_tokens=1024)
 BLOCK = 16
@@ -34,7 +34,7 @@ def model() -> Model:
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    return f"file://{tmp_path}"
+    return tmp_path.as_uri()
 
 
 @asynccontextmanager
@@ -151,8 +151,8 @@ async def test_a_damaged_object_is_recomputed(model: Model, store: str, tmp_path
 
 async def test_the_store_disappears(model: Model, tmp_path: Path) -> None:
     root = tmp_path / "kv"
-    await fill(model, f"file://{root}")
-    async with new_engine(model, f"file://{root}") as engine:
+    await fill(model, root.as_uri())
+    async with new_engine(model, root.as_uri()) as engine:
         shutil.rmtree(root)
         run = await engine.generate(PROMPT, 4)
     assert run.loaded_tokens == 0

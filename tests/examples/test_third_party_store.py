@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
-import anyio
 import numpy as np
 import pytest
+
+from kvpool.errors import ConfigError, StoreClosed, StoreError
+from kvpool.registry import create_store
+from kvpool.store import Store
+from kvpool.testing.stores import StoreConformance
 from third_party_store import SQLiteStore
 from tiny_engine.engine import Engine
 from tiny_engine.model import Model, ModelConfig
 from tiny_engine.sharing import Sharing
-
-from kvpool.errors import ConfigError, StoreClosed, StoreError
-from kvpool.memory import Buffers
-from kvpool.registry import create_store
-from kvpool.store import ABSENT, PRESENT, UNKNOWN, Status
 
 pytestmark = pytest.mark.anyio
 SMALL = ModelConfig(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=96, max_tokens=1024)
@@ -38,28 +42,28 @@ async def test_engines_share_through_it(url: str) -> None:
     np.testing.assert_array_equal(answers[0].logits, answers[1].logits)
 
 
-async def test_two_stores_see_one_database(url: str) -> None:
-    value = bytearray(b"0123456789")
-    into = [bytearray(10), bytearray(10), bytearray(9)]
-    async with create_store(url) as one, create_store(url) as other:
-        assert (await one.put(["a"], Buffers.of(value))).nbytes.tolist() == [10]
-        again = await other.put(["a"], Buffers.of(bytearray(b"something else")))
-        assert (again.status.tolist(), again.nbytes.tolist()) == ([Status.OK], [0])
-        assert (await other.exists(["b", "a", "b"])).tolist() == [ABSENT, PRESENT, ABSENT]
-        got = await other.get_into(["a", "b", "a"], Buffers.of(*into))
-        assert got.status.tolist() == [Status.OK, Status.ABSENT, Status.CORRUPT]
-        assert into[0] == value
-        assert (await one.delete(["a", "a"])).status.tolist() == [Status.OK, Status.ABSENT]
-        assert (await other.exists(["a"])).tolist() == [ABSENT]
+class TestSQLiteStore(StoreConformance[Path]):
+    """What a third party runs to know that its store keeps the contract."""
 
+    open_close_cycles: ClassVar[int] = 30
+    examples: ClassVar[int] = 5
 
-async def test_a_passed_deadline_is_not_an_answer(url: str) -> None:
-    async with create_store(url) as store:
-        past = anyio.current_time() - 1
-        assert (await store.exists(["a"], deadline=past)).tolist() == [UNKNOWN]
-        put = await store.put(["a"], Buffers.of(bytearray(3)), deadline=past)
-        assert put.status.tolist() == [Status.TIMED_OUT]
-        assert (await store.exists(["a"])).tolist() == [ABSENT]
+    @contextmanager
+    def place(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as directory:
+            yield Path(directory) / "kv.db"
+
+    def store(self, place: Path) -> Store:
+        return SQLiteStore(str(place))
+
+    def raw_read(self, place: Path, key: str) -> bytes | None:
+        with closing(sqlite3.connect(place)) as db:
+            row = db.execute("SELECT value FROM kv WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def raw_write(self, place: Path, key: str, value: bytes) -> None:
+        with closing(sqlite3.connect(place)) as db, db:
+            db.execute("INSERT INTO kv VALUES (?, ?)", (key, value))
 
 
 async def test_it_opens_once_and_says_what_is_wrong(url: str, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import anyio
 import numpy as np
 import pytest
+
+from kvpool.hashes import chain_hashes
 from tiny_engine.blocks import BlockPool
 from tiny_engine.engine import Engine
 from tiny_engine.model import Model, ModelConfig
-
-from kvpool.hashes import chain_hashes
 
 SMALL = ModelConfig(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=96, max_tokens=1024)
 BLOCK = 16
