@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
-__all__ = ["HEADER_BYTES", "Place", "damage", "header", "key_of", "payload_bytes", "place_of"]
+__all__ = ["HEADER_BYTES", "BadKey", "Place", "damage", "header", "key_of", "payload_bytes", "place_of"]
 
 #: name and format version, payload length, xxh3_64 of the payload, xxh3_128 of the key
 _HEADER = struct.Struct("<8sQQ16s")
@@ -29,6 +29,10 @@ _FANS = [f"={i:02x}" for i in range(256)]
 _FAN = re.compile(r"=[0-9a-f]{2}")
 
 
+class BadKey(ValueError):
+    """What was given is no key by the store contract."""
+
+
 class Place(NamedTuple):
     """Where a key's file is, below the root: directory, fan-out directory in it, file name."""
 
@@ -38,13 +42,13 @@ class Place(NamedTuple):
 
 
 def place_of(key: str) -> Place:
-    """The place of a key; different keys have different places. Raises ValueError for what is no key."""
+    """The place of a key; different keys have different places. Raises :class:`BadKey`."""
     if _PLAIN.fullmatch(key) and len(key) <= 512:
         path = key
     elif _KEY.fullmatch(key):
         path = "/".join(map(_quoted, key.split("/")))
     else:
-        raise ValueError(f"{key[:80]!r} is no key: 1 to 512 visible ASCII characters")
+        raise BadKey(f"{key[:80]!r} is no key: 1 to 512 visible ASCII characters")
     parent, _, name = path.rpartition("/")
     return Place(parent, _FANS[_digest(key)[0]], name)
 

@@ -23,6 +23,8 @@ _DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a planted FIFO must not hang us
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS}
+# Someone removes empty directories meanwhile (ext4 says EPERM to a new file in one): walk again, make them again.
+_GONE = {errno.ENOENT, errno.EPERM}
 _PIECES = 1000  # the kernel takes up to 1,024 in one call
 _TEMPORARY = "=tmp"
 _PARENTS = 16  # directories kept open during one batch
@@ -94,8 +96,8 @@ class Tree:
         try:
             with self._directory(place) as directory:
                 return self._write(place.name, directory, key, pieces)
-        except FileNotFoundError:  # someone removes empty directories meanwhile: walk again
-            if not retries:
+        except OSError as error:
+            if error.errno not in _GONE or not retries:
                 raise
         self.close()
         return self.write(key, pieces, retries=retries - 1)
@@ -113,7 +115,7 @@ class Tree:
     def keys(self, prefix: str) -> Iterator[str]:
         """The keys that begin with ``prefix``, read from file names as the iteration goes on."""
         with contextlib.suppress(FileNotFoundError):
-            os.close(os.open(self._root, _DIRECTORY & ~os.O_NOFOLLOW))  # an unreadable root is an error, not empty
+            os.scandir(self._root).close()  # an unreadable root is an error, not empty
             for directory, below, names in os.walk(self._root):
                 relative = os.path.relpath(directory, self._root)
                 relative = "" if relative == "." else relative

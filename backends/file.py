@@ -26,6 +26,7 @@ import anyio.to_thread
 import numpy as np
 from pydantic import BaseModel, Field
 
+from kvpool.backends._file_format import BadKey
 from kvpool.backends._file_tree import Damaged, Tree, WrongSize
 from kvpool.backends._lifecycle import Lifecycle
 from kvpool.errors import ConfigError, StoreError
@@ -91,7 +92,7 @@ class FileStore(Store):
                     self._turn()
                     try:
                         found[i] = PRESENT if tree.exists(key) else ABSENT
-                    except (OSError, ValueError) as error:
+                    except (OSError, BadKey) as error:
                         logger.debug("%s", self._error(key, error))
 
         await self._hop(work, deadline)
@@ -160,7 +161,7 @@ class FileStore(Store):
                         results.set(i, *step(tree, i))
                     except (Damaged, WrongSize) as error:
                         results.set(i, Status.CORRUPT, error=self._error(key, error))
-                    except (OSError, ValueError) as error:
+                    except (OSError, BadKey) as error:
                         if isinstance(error, FileNotFoundError) and not create:
                             results.set(i, Status.ABSENT)
                         else:

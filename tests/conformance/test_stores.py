@@ -13,9 +13,10 @@ from typing import ClassVar
 from urllib.parse import quote, unquote
 
 import numpy as np
+import pytest
 import xxhash
 
-from kvpool.backends import memory
+from kvpool.backends import _file_tree, memory
 from kvpool.backends.file import FileStore
 from kvpool.backends.memory import MemoryStore
 from kvpool.store import Store
@@ -92,6 +93,16 @@ def stored_file(root: Path, key: str) -> Path | None:
             if unquote("/".join(parts).replace("=/", "")).replace("\0", "") == key:
                 return Path(folder) / name
     return None
+
+
+class TestFileStoreWithNamedTemporaries(TestFileStore):
+    """On file systems that have no files without a name."""
+
+    open_close_cycles: ClassVar[int] = 50
+
+    @pytest.fixture(autouse=True)
+    def _named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_file_tree, "_O_TMPFILE", 0)
 
 
 class TestFaultyStoreWithoutFaults(TestFileStore):
