@@ -12,7 +12,8 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-long lint format clean
+.PHONY: help demo test test-fast test-long format clean
+.PHONY: lint lint-ruff lint-format lint-imports lint-mypy lint-pyright
 
 help:
 	@echo 'make demo       two engines in two processes share their KV cache through a directory'
@@ -35,13 +36,25 @@ test-fast: $(VENV)/.dev
 test-long: $(VENV)/.dev $(VENV)/.vllm
 	@$(bin)/python -m pytest -m long $(PYTEST_ARGS)
 
-# The engine adapter is checked against the real vLLM's types.
-lint: $(VENV)/.dev $(VENV)/.vllm
-	$(bin)/ruff check
-	$(bin)/ruff format --check
-	PATH=$(abspath $(bin)):$$PATH $(bin)/lint-imports --no-logo
-	$(bin)/mypy
-	$(bin)/pyright --pythonpath $(bin)/python
+# `make -k lint` goes on after the first checker that complains.
+lint: lint-ruff lint-format lint-imports lint-mypy lint-pyright
+
+lint-ruff: $(VENV)/.dev
+	@echo 'ruff check'; $(bin)/ruff check
+
+lint-format: $(VENV)/.dev
+	@echo 'ruff format --check'; $(bin)/ruff format --check
+
+lint-imports: $(VENV)/.dev
+	@echo 'lint-imports'; $(bin)/python -c 'import sys; sys.path.insert(0, "."); \
+	  from importlinter.cli import lint_imports_command as main; main(["--no-logo"])'
+
+# The connector is checked against vLLM's real types.
+lint-mypy: $(VENV)/.dev $(VENV)/.vllm
+	@echo 'mypy --strict'; $(bin)/mypy
+
+lint-pyright: $(VENV)/.dev $(VENV)/.vllm
+	@echo 'pyright'; $(bin)/pyright --pythonpath $(bin)/python
 
 format: $(VENV)/.dev
 	$(bin)/ruff check --fix

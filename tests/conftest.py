@@ -21,7 +21,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Without vLLM these folders cannot be imported: leave them out if ``-m`` does, else say what is missing."""
     if collection_path not in VLLM_FOLDERS or find_spec("vllm"):
         return None
-    if "not vllm" in config.getoption("markexpr"):
+    if "not vllm" in str(config.getoption("markexpr")):
         return True
     raise pytest.UsageError(
         f"{collection_path}: these tests need the real vLLM, which is not installed: `make test` installs it (for "
