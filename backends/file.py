@@ -44,7 +44,7 @@ _SCAN_PAGE = 1000  # keys listed in one hop
 
 
 class _Options(BaseModel):
-    threads: int = Field(4, ge=1, le=64, description="batches worked on at the same time, 1 to 64")
+    threads: int = Field(default=4, ge=1, le=64, description="batches worked on at the same time, 1 to 64")
 
 
 class FileStore(Store):

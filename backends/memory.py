@@ -36,7 +36,9 @@ _WINDOW = 1024  # keys probed under one hold of the lock
 
 
 class _Options(BaseModel):
-    capacity: ByteSize | None = Field(None, gt=0, description="a size above 0, such as 2GiB; unlimited without it")
+    capacity: ByteSize | None = Field(
+        default=None, gt=0, description="a size above 0, such as 2GiB; unlimited without it"
+    )
 
 
 class _Pool:

@@ -35,11 +35,13 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     #: Where values are kept: a store URL, or a table with a ``url`` and the URL's options beside it.
-    store: str | dict[str, Any] = Field("memory://", description="a store URL, or a table with 'url' and its options")
+    store: str | dict[str, Any] = Field(
+        default="memory://", description="a store URL, or a table with 'url' and its options"
+    )
     #: How a lookup reaches the store's process: a transport URL. Empty: the engine adapter chooses.
-    transport: str = Field("", description="a transport URL, or empty for the adapter's choice")
+    transport: str = Field(default="", description="a transport URL, or empty for the adapter's choice")
     #: How hashes are written inside a lookup; both ends must agree.
-    codec: str = Field("binary", min_length=1, description="a codec name, or module:Class")
+    codec: str = Field(default="binary", min_length=1, description="a codec name, or module:Class")
     #: Host memory for values on their way in and out.
     staging_bytes: Bytes = ByteSize(256 << 20)
     #: Bytes moved by one call to the store.
@@ -57,21 +59,21 @@ class Config(BaseModel):
     #: How long an answered lookup may be relied on without asking again.
     max_age_s: Seconds = 1.0
     #: A hit that spares fewer tokens than this is not loaded.
-    min_load_tokens: int = Field(0, ge=0, description="tokens, 0 or more")
+    min_load_tokens: int = Field(default=0, ge=0, description="tokens, 0 or more")
     #: Whether this engine stores what it computes.
-    save_enabled: bool = Field(True, description="true or false")
+    save_enabled: bool = Field(default=True, description="true or false")
     #: Whether this engine loads what is stored.
-    load_enabled: bool = Field(True, description="true or false")
+    load_enabled: bool = Field(default=True, description="true or false")
     #: How long a key that failed to load counts as absent.
     failed_key_ttl_s: Seconds = 30.0
     #: Engines of different tenants never share values.
-    tenant: str = Field("", description="any text")
+    tenant: str = Field(default="", description="any text")
     #: Engines with equal labels share values; empty: a random epoch after each reset, a common one before.
-    epoch_label: str = Field("", description="any text")
+    epoch_label: str = Field(default="", description="any text")
     #: Says which weights are loaded, in place of a fingerprint of the weight files.
-    model_fingerprint: str = Field("", description="any text")
+    model_fingerprint: str = Field(default="", description="any text")
     #: The event loop of kvpool's own thread.
-    event_loop: Literal["asyncio", "trio"] = Field("asyncio", description="asyncio or trio")
+    event_loop: Literal["asyncio", "trio"] = Field(default="asyncio", description="asyncio or trio")
 
     @classmethod
     def load(

@@ -61,14 +61,14 @@ class Fault(BaseModel):
 
     kind: Kind
     op: Op | Literal["*"] = "*"
-    keys: str = Field("*", description="a shell pattern that the whole key must match")
-    seconds: float = Field(0.0, ge=0, description="seconds, for delay and deaf")
-    times: int | None = Field(None, ge=0, description="calls that are still to fail; without it all")
+    keys: str = Field(default="*", description="a shell pattern that the whole key must match")
+    seconds: float = Field(default=0.0, ge=0, description="seconds, for delay and deaf")
+    times: int | None = Field(default=None, ge=0, description="calls that are still to fail; without it all")
 
 
 class _Options(BaseModel):
     store: str = Field(description="the URL of the store to wrap")
-    script: str = Field("", description="path of a JSON list of faults")
+    script: str = Field(default="", description="path of a JSON list of faults")
 
 
 class FaultyStore(Store):

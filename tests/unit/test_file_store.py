@@ -392,8 +392,9 @@ async def test_the_deadline_is_looked_at_between_files(tmp_path: Path, monkeypat
 
 async def test_a_cancelled_batch_ends_after_the_file_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with FileStore(tmp_path) as store:
-        with anyio.CancelScope() as scope:
-            watched = Watched(monkeypatch, lambda: anyio.from_thread.run_sync(scope.cancel))
+        scope = anyio.CancelScope()
+        watched = Watched(monkeypatch, lambda: anyio.from_thread.run_sync(scope.cancel))
+        with scope:
             await put(store, MANY)
         assert scope.cancelled_caught
         assert watched.begun == len(files(tmp_path)) == 5
@@ -491,7 +492,7 @@ def test_many_processes_share_one_directory(tmp_path: Path, temporary: str) -> N
 
 
 def test_writers_killed_at_any_moment_leave_nothing(tmp_path: Path, temporary: str) -> None:
-    size = 3 << 20
+    size = 1 << 20
     workers = [start(tmp_path, n + 1, 10**6, size, temporary == "named") for n in range(3)]
     for n, worker in enumerate(workers):
         assert worker.stdout is not None
