@@ -44,9 +44,9 @@ class Region:
     def of(cls, buffer: Buffer) -> Self:
         """The region of a writable, contiguous buffer (bytearray, mmap, numpy array). Raises LayoutError otherwise."""
         view = memoryview(buffer)
-        if view.readonly or not view.contiguous:
-            raise LayoutError("a region needs a writable, contiguous buffer")
-        array = np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)
+        if view.readonly or not view.c_contiguous:
+            raise LayoutError("a region needs a writable, C-contiguous buffer")
+        array = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
         return cls(int(array.ctypes.data) if view.nbytes else 0, view.nbytes, array)
 
     @cached_property
@@ -54,7 +54,9 @@ class Region:
         """The bytes as a writable memoryview; host memory only."""
         if self.device != "cpu":
             raise LayoutError(f"memory on {self.device} cannot be shown as a memoryview; stage it")
-        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
+        span = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        span._owner = self.owner  # type: ignore[attr-defined]  # a view outlives this region, so it keeps the owner, too
+        return memoryview(span).cast("B")
 
     @cached_property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -84,15 +86,20 @@ class Buffers:
             )
         if not self.offsets.size:
             return
+        _check_regions("buffers", self.region, self.regions)
         limits = np.array([r.nbytes for r in self.regions], np.int64)[self.region]
-        if self.offsets.min() < 0 or self.sizes.min() < 0 or bool((self.offsets + self.sizes > limits).any()):
+        # Never offset + size: a sum that overflows would look small.
+        if self.offsets.min() < 0 or self.sizes.min() < 0 or bool((self.sizes > limits - self.offsets).any()):
             raise LayoutError("buffers: a piece lies outside its region")
 
     @classmethod
     def single(cls, region: Region, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Self:
         """One piece a key, all in one region. ``sizes`` may be one number for all."""
         start = np.asarray(offsets, np.int64).reshape(-1, 1)
-        size = np.broadcast_to(np.asarray(sizes, np.int64).reshape(-1, 1), start.shape)
+        size = np.asarray(sizes, np.int64).reshape(-1, 1)
+        if len(size) not in (1, len(start)):
+            raise LayoutError(f"buffers: {len(size)} sizes do not fit {len(start)} offsets")
+        size = np.broadcast_to(size, start.shape)
         return cls((region,), np.zeros(1, np.intp), start, size)
 
     @classmethod
@@ -155,18 +162,21 @@ class BlockLayout:
         m = len(self.region)
         if not (len(self.offsets) == len(self.strides) == len(self.sizes) == m):
             raise LayoutError("block layout: region, offsets, strides and sizes need one entry a piece")
+        if self.num_blocks < 1 or not m:
+            raise LayoutError(f"block layout: {self.num_blocks} blocks of {m} pieces; it needs one of each at least")
+        _check_regions("block layout", self.region, self.regions)
         for j in range(m):
             last = int(self.offsets[j] + (self.num_blocks - 1) * self.strides[j] + self.sizes[j])
             if self.offsets[j] < 0 or self.sizes[j] <= 0 or (self.num_blocks > 1 and self.strides[j] < self.sizes[j]):
-                raise LayoutError(f"block layout: piece {j} overlaps its neighbour block or is empty")
+                raise LayoutError(f"block layout: piece {j} overlaps its neighbour block, is empty or starts below 0")
             if last > self.regions[self.region[j]].nbytes:
                 raise LayoutError(f"block layout: piece {j} of block {self.num_blocks - 1} ends outside its region")
 
     @classmethod
     def of_arrays(cls, *layers: npt.NDArray[np.generic]) -> Self:
         """The layout of C-contiguous arrays ``[num_blocks, ...]``, one a layer."""
-        if not layers or len({a.shape[0] for a in layers}) != 1 or not all(a.flags.c_contiguous for a in layers):
-            raise LayoutError("block layout: needs C-contiguous arrays with one common number of blocks")
+        if len({a.shape[:1] for a in layers}) != 1 or not all(a.size and a.flags.c_contiguous for a in layers):
+            raise LayoutError("block layout: needs non-empty C-contiguous arrays with one common number of blocks")
         regions = tuple(Region.of(a.reshape(-1).view(np.uint8).data) for a in layers)
         page = np.array([a.nbytes // a.shape[0] for a in layers], np.int64)
         return cls(regions, np.arange(len(layers), dtype=np.intp), np.zeros_like(page), page, page, layers[0].shape[0])
@@ -192,7 +202,10 @@ class BlockLayout:
 
     def check(self, block_ids: npt.ArrayLike) -> npt.NDArray[np.intp]:
         """``block_ids`` as an index array. Raises LayoutError for an id that is no block of this layout."""
-        ids = np.asarray(block_ids, np.intp)
+        given = np.asarray(block_ids)
+        if given.size and given.dtype.kind not in "iu":  # a mask or rounded numbers would name other blocks
+            raise LayoutError(f"block ids must be integers, not {given.dtype}")
+        ids = given.astype(np.intp)
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
             raise LayoutError(f"block id outside 0..{self.num_blocks - 1}: {ids.min()}..{ids.max()}")
         return ids
@@ -200,9 +213,11 @@ class BlockLayout:
     def buffers(self, block_ids: npt.ArrayLike) -> Buffers:
         """The engine memory of chunks. ``block_ids``: [n] or [n, k] with k blocks a chunk; pieces go block by block."""
         ids = self.check(block_ids)
-        ids = ids.reshape(len(ids), -1)
-        offsets = (self.offsets + ids[:, :, None] * self.strides).reshape(len(ids), -1).astype(np.int64)
+        if ids.ndim not in (1, 2):
+            raise LayoutError(f"block ids of shape {ids.shape}: one a chunk [n], or k a chunk [n, k]")
+        ids = ids if ids.ndim == 2 else ids[:, None]
         k = ids.shape[1]
+        offsets = (self.offsets + ids[:, :, None] * self.strides).reshape(len(ids), k * len(self.region))
         return Buffers(
             self.regions, np.tile(self.region, k), offsets, np.broadcast_to(np.tile(self.sizes, k), offsets.shape)
         )
@@ -221,6 +236,14 @@ class BlockLayout:
 
     def _checked_rows(self, block_ids: npt.ArrayLike, rows: Bytes2D) -> npt.NDArray[np.intp]:
         ids = self.check(block_ids)
-        if rows.shape != (len(ids), self.block_bytes):
-            raise LayoutError(f"{len(ids)} blocks of {self.block_bytes} bytes do not fit rows of shape {rows.shape}")
+        if ids.ndim != 1 or rows.shape != (len(ids), self.block_bytes) or rows.dtype != np.uint8:
+            raise LayoutError(
+                f"block ids of shape {ids.shape} need rows of shape [n, {self.block_bytes}] and dtype uint8,"
+                f" not {rows.shape} of {rows.dtype}"
+            )
         return ids
+
+
+def _check_regions(what: str, region: npt.NDArray[np.intp], regions: tuple[Region, ...]) -> None:
+    if region.size and (region.min() < 0 or region.max() >= len(regions)):
+        raise LayoutError(f"{what}: region index {region.min()}..{region.max()} of {len(regions)} regions")
