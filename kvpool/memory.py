@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from kvpool.errors import LayoutError
 
 __all__ = ["BlockLayout", "Buffers", "Region"]
 
+#: What owns host memory and shows it; numpy's arrays do, but say so to type checkers from Python 3.12 only.
+HostBuffer = Buffer | npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 Bytes2D = npt.NDArray[np.uint8]
 
@@ -41,9 +43,9 @@ class Region:
             raise LayoutError(f"region at {self.address:#x} with {self.nbytes} bytes is not a span of memory")
 
     @classmethod
-    def of(cls, buffer: Buffer) -> Self:
+    def of(cls, buffer: HostBuffer) -> Self:
         """The region of a writable, contiguous buffer (bytearray, mmap, numpy array). Raises LayoutError otherwise."""
-        view = memoryview(buffer)
+        view = memoryview(cast(Buffer, buffer))
         if view.readonly or not view.c_contiguous:
             raise LayoutError("a region needs a writable, C-contiguous buffer")
         array = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
@@ -103,7 +105,7 @@ class Buffers:
         return cls((region,), np.zeros(1, np.intp), start, size)
 
     @classmethod
-    def of(cls, *values: Buffer) -> Self:
+    def of(cls, *values: HostBuffer) -> Self:
         """One writable buffer a key (a convenience for tests and small jobs)."""
         regions = tuple(Region.of(v) for v in values)
         n = len(regions)
@@ -175,7 +177,9 @@ class BlockLayout:
     @classmethod
     def of_arrays(cls, *layers: npt.NDArray[np.generic]) -> Self:
         """The layout of C-contiguous arrays ``[num_blocks, ...]``, one a layer."""
-        if len({a.shape[:1] for a in layers}) != 1 or not all(a.size and a.flags.c_contiguous for a in layers):
+        if len({a.shape[:1] for a in layers}) != 1 or not all(
+            a.ndim and a.size and a.flags.c_contiguous for a in layers
+        ):
             raise LayoutError("block layout: needs non-empty C-contiguous arrays with one common number of blocks")
         regions = tuple(Region.of(a.reshape(-1).view(np.uint8).data) for a in layers)
         page = np.array([a.nbytes // a.shape[0] for a in layers], np.int64)
