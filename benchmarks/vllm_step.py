@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.vllm_step [--runs N] [--json FILE]`` needs vLLM. It starts one engine process after another, in
 turn without and with the connector, on the same stream of requests: long decodes run all the time while prompts
-arrive, half of them with a prefix that the store holds. Steps are compared within a kind (decode only, or with prefill),
+arrive, half of them with a prefix that the store holds. Steps are compared within a kind (decode only or with prefill),
 since a hit spares prefill and would flatter the rest.
 """
 
@@ -116,10 +116,9 @@ def main() -> None:
 def report(sides: dict[str, list[dict[str, Any]]]) -> None:
     """Medians over the runs, ratios pair by pair."""
     print(f"{'':28}{'without':>12}{'with':>12}{'ratio':>9}   (median of {len(sides['with'])} runs; min..max of ratios)")
-    rows = [(kind, q) for kind in ("decode", "prefill") for q in ("p50", "p90", "p99")]
-    pick = {f"{kind} step {q}, us": (lambda r, k=kind, q=q: r[k][q]) for kind, q in rows}
-    for name, of in pick.items():
-        a, b = [of(r) for r in sides["without"]], [of(r) for r in sides["with"]]
+    for kind, q in [(kind, q) for kind in ("decode", "prefill") for q in ("p50", "p90", "p99")]:
+        name = f"{kind} step {q}, us"
+        a, b = ([run[kind][q] for run in sides[side]] for side in ("without", "with"))
         ratios = [y / x for x, y in zip(a, b, strict=True)]
         middle = statistics.median(ratios)
         print(

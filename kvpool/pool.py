@@ -27,7 +27,7 @@ from kvpool.deadlines import fail_at, move_on_at, running_loop
 from kvpool.errors import ConfigError, KVPoolError, LayoutError, StoreError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace, Namespace
-from kvpool.memory import BlockLayout
+from kvpool.memory import BlockLayout, Buffers
 from kvpool.metrics import Counters
 from kvpool.registry import create_store
 from kvpool.spec import CacheSpec
@@ -114,6 +114,7 @@ class KVPool:
         self._threads = Threads(2)
         self._failed: OrderedDict[str, float] = OrderedDict()
         self._queued_save_bytes = 0
+        self._described: set[str] = set()
         self._closed = True
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup
@@ -242,16 +243,19 @@ class KVPool:
         Chunks that the store already has are OK and not copied. ``copied`` is called once, as soon as no block of the
         job will be read any more, at the latest before this returns or raises.
         """
-        self._check_open()
-        limit = self._limit(deadline, self.config.save_timeout_s)
-        self.counters.save_jobs += 1
-        results = [Results.empty(len(c), Status.TIMED_OUT) for c in parts]
-        batches = [(part, out, rows) for part, out in zip(parts, results, strict=True) for rows in self._batches(part)]
-        reading = _Countdown(len(batches), copied)
+        space = keyspace or self.keyspace
+        reading = _Countdown(0, copied)
         try:
+            self._check_open()
+            limit = self._limit(deadline, self.config.save_timeout_s)
+            self.counters.save_jobs += 1
+            results = [Results.empty(len(c), Status.TIMED_OUT) for c in parts]
+            batches = [(p, out, rows) for p, out in zip(parts, results, strict=True) for rows in self._batches(p)]
+            reading.left = len(batches)
+            self._describe(space)
             async with anyio.create_task_group() as tasks:
                 for part, out, rows in batches:
-                    tasks.start_soon(self._save_batch, part, rows, out, keyspace or self.keyspace, limit, reading)
+                    tasks.start_soon(self._save_batch, part, rows, out, space, limit, reading)
         finally:
             reading.finish()
         for out in results:
@@ -389,6 +393,23 @@ class KVPool:
             logger.warning("save gave up at the presence probe: %s: %s", type(error).__name__, error)
             return None
         return np.equal(found, PRESENT)
+
+    def _describe(self, keyspace: KeySpace) -> None:
+        """Leave the namespace's manifest in the store, once, so that a person can tell what its values are."""
+        if keyspace.manifest_key in self._described:
+            return
+        self._described.add(keyspace.manifest_key)
+
+        async def put() -> None:
+            text = bytearray(keyspace.namespace.manifest.encode())
+            limit = anyio.current_time() + self.config.save_timeout_s
+            try:
+                with move_on_at(limit):
+                    await self.store.put([keyspace.manifest_key], Buffers.of(text), deadline=limit)
+            except Exception as error:
+                logger.debug("no manifest stored: %s", error)
+
+        self._tasks.start_soon(put)
 
     async def _lease(self, nbytes: int, priority: int, deadline: float) -> Lease | None:
         """Staging memory, or None if there was none before the deadline."""

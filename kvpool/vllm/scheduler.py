@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: The id that stands for "no block" in a block table.
 NULL_BLOCK = 0
+#: A save job reports this long after its deadline at the latest, unless something is wedged.
+REPORT_SLACK_S = 2.0
 #: Pins may hold at most this share of the engine's blocks; further saves wait for the next step.
 MAX_PINNED_SHARE = 0.5
 
@@ -283,7 +285,7 @@ class SchedulerSide:
             blocks = [self._pool.blocks[i] for i in job.block_ids.tolist()]
             self._pool.touch(blocks)
             self._pinned_blocks += len(blocks)
-            self._saves[job.number] = _Save(due, blocks, time.monotonic() + self.config.save_timeout_s)
+            self._saves[job.number] = _Save(due, blocks, time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S)
             yield job
 
     # ---- reports

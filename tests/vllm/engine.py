@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 #: Set before vLLM is imported: one process, no network, no compilation.
 ENVIRONMENT = {
@@ -92,7 +92,7 @@ class Engine:
                 "kv_connector_extra_config": dict(connector),
             }
         self.llm = LLM(**(settings | options))
-        self.engine: Any = self.llm.llm_engine
+        self.engine: Any = cast(Any, self.llm).llm_engine
         self.core: Any = self.engine.engine_core.engine_core
         self.scheduler: Any = self.core.scheduler
         self.pool: Any = self.scheduler.kv_cache_manager.block_pool
@@ -172,7 +172,8 @@ class Engine:
         """The worker's half."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group().worker
+        group: Any = get_kv_transfer_group()
+        return group.worker
 
     @property
     def counters(self) -> dict[str, int]:

@@ -43,7 +43,7 @@ def write_llama(folder: Path, *, hidden: int = 128, layers: int = 2, heads: int 
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=random) * (gain / columns**0.5)
+        return torch.randn(rows, columns, generator=random).mul_(gain / columns**0.5)
 
     weights = {
         "model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=random),

@@ -25,12 +25,6 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
     engine.close()
 
 
-def objects(engine: Engine) -> list[Path]:
-    """The files of stored blocks."""
-    root = Path(engine.llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config["store"][7:])
-    return sorted(p for p in root.rglob("*") if p.is_file() and p.parent.parent.name == "0.0")
-
-
 def test_an_external_hit_is_bitwise_equal_to_a_local_hit(engine: Engine) -> None:
     tokens = prompt(1000, seed=1)
     cold = engine.run(tokens)
