@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 
@@ -44,12 +45,14 @@ class WrongSize(Exception):
 class Tree:
     """The files below ``root`` as seen during one batch; a context manager. Raises OSError where nothing else is said.
 
-    ``create``: make missing directories, for their owner only.
+    ``create``: make missing directories, for their owner only. ``refresh``: note when a value was last used, in its
+    file's modification time, to the second.
     """
 
-    def __init__(self, root: str, *, create: bool = False) -> None:
+    def __init__(self, root: str, *, create: bool = False, refresh: bool = False) -> None:
         self._root = root
         self._create = create
+        self._refresh = refresh
         self._parents: dict[str, int] = {}
 
     def __enter__(self) -> Tree:
@@ -67,10 +70,15 @@ class Tree:
     def exists(self, key: str) -> bool:
         """Whether a file long enough to be a value is there."""
         parent, fan, name = form.place_of(key)
+        path = f"{fan}/{name}"
         try:
-            found = os.stat(f"{fan}/{name}", dir_fd=self._parent(parent), follow_symlinks=False)
+            directory = self._parent(parent)
+            found = os.stat(path, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             return False
+        if self._refresh and _is_old(found):
+            with contextlib.suppress(OSError):
+                os.utime(path, dir_fd=directory, follow_symlinks=False)
         return stat.S_ISREG(found.st_mode) and found.st_size >= form.HEADER_BYTES
 
     def read(self, key: str, pieces: Sequence[memoryview]) -> None:
@@ -89,6 +97,9 @@ class Tree:
             if problem:
                 _remove_if_same(place.name, directory, fd)
                 raise Damaged(problem)
+            if self._refresh and _is_old(os.fstat(fd)):
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
 
     def write(self, key: str, pieces: Sequence[memoryview], *, retries: int = 2) -> bool:
         """Store a value whole, or not at all; False if one is there already."""
@@ -102,28 +113,34 @@ class Tree:
         self.close()
         return self.write(key, pieces, retries=retries - 1)
 
-    def remove(self, key: str) -> bool:
-        """Remove a file; False if there is none."""
+    def remove(self, key: str, *, prune: bool = False) -> bool:
+        """Remove a file; False if there is none. ``prune``: and its directory, if that is empty now."""
         place = form.place_of(key)
         try:
             with self._directory(place) as directory:
                 os.unlink(place.name, dir_fd=directory)
         except FileNotFoundError:
             return False
+        if prune:
+            with contextlib.suppress(OSError):
+                os.rmdir(place.fan, dir_fd=self._parent(place.parent))
         return True
 
-    def keys(self, prefix: str) -> Iterator[str]:
+    def keys(self, prefix: str = "") -> Iterator[str]:
         """The keys that begin with ``prefix``, read from file names as the iteration goes on."""
-        with contextlib.suppress(FileNotFoundError):
-            os.scandir(self._root).close()  # an unreadable root is an error, not empty
-            for directory, below, names in os.walk(self._root):
-                relative = os.path.relpath(directory, self._root)
-                relative = "" if relative == "." else relative
-                below[:] = [d for d in below if _may_hold(prefix, f"{relative}/{d}" if relative else d)]
-                for name in names:
-                    key = form.key_of(relative, name)
-                    if key is not None and key.startswith(prefix):
-                        yield key
+        return (key for key, _ in self._walk(prefix))
+
+    def uses(self) -> Iterator[tuple[int, int, str]]:
+        """For each value: when it was last used (ns), the length of its file, its key."""
+        for key, entry in self._walk(""):
+            with contextlib.suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                yield found.st_mtime_ns, found.st_size, key
+
+    def lock_file(self, name: str) -> int:
+        """A descriptor of a file for locks in the root, made if it is not there; ``name`` cannot be a key's."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(f"={name}", flags, 0o600, dir_fd=self._parent(""))
 
     def prune(self) -> None:
         """Remove empty directories; writers make theirs again."""
@@ -144,6 +161,12 @@ class Tree:
     def make_root(self) -> None:
         """Create the root, for its owner only, unless it is there."""
         os.makedirs(self._root, 0o700, exist_ok=True)
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Keys and their files. What comes or goes meanwhile may be missed; an unreadable root is an error."""
+        with contextlib.suppress(FileNotFoundError):
+            os.scandir(self._root).close()
+            yield from _walk(self._root, "", prefix)
 
     def _write(self, name: str, directory: int, key: str, pieces: Sequence[memoryview]) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -252,6 +275,10 @@ def _remove_if_same(name: str, directory: int, fd: int) -> None:
             os.unlink(name, dir_fd=directory)
 
 
+def _is_old(found: os.stat_result) -> bool:
+    return time.time() - found.st_mtime > 1.0
+
+
 def _move(move: _Move, fd: int, views: list[memoryview]) -> int:
     """Read or write all views from the start of the file, in one call where the kernel allows; the bytes moved.
 
@@ -268,6 +295,21 @@ def _move(move: _Move, fd: int, views: list[memoryview]) -> int:
         if moved:
             views[0] = views[0][moved:]
     return done
+
+
+def _walk(path: str, relative: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    try:
+        with os.scandir(path) as listing:
+            entries = list(listing)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            below = f"{relative}/{entry.name}" if relative else entry.name
+            if _may_hold(prefix, below):
+                yield from _walk(entry.path, below, prefix)
+        elif (key := form.key_of(relative, entry.name)) is not None and key.startswith(prefix):
+            yield key, entry
 
 
 def _may_hold(prefix: str, directory: str) -> bool:

@@ -24,8 +24,9 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ByteSize, Field
 
+from kvpool.backends._file_capacity import Capacity
 from kvpool.backends._file_format import BadKey
 from kvpool.backends._file_tree import Damaged, Tree, WrongSize
 from kvpool.backends._lifecycle import Lifecycle
@@ -44,30 +45,35 @@ _SCAN_PAGE = 1000  # keys listed in one hop
 
 
 class _Options(BaseModel):
+    capacity: ByteSize | None = Field(
+        default=None, gt=0, description="a size above 0, such as 100GiB; unlimited without it"
+    )
     threads: int = Field(default=4, ge=1, le=64, description="batches worked on at the same time, 1 to 64")
 
 
 class FileStore(Store):
     """Keeps values as files below ``root`` (an absolute path), created for its owner only where it is missing.
 
-    ``threads``: batches worked on at the same time. A root that cannot be used makes every key FAILED (ABSENT where
-    there is simply no file), with a message, until it can be used again.
+    ``capacity``: the sum of all files' lengths at most; the least recently used make room. Whoever writes below one
+    root should state the same. ``threads``: batches worked on at the same time. A root that cannot be used makes every
+    key FAILED (ABSENT where there is simply no file), with a message, until it can be used again.
     """
 
     scheme: ClassVar[str] = "file"
     capabilities = Capabilities(shared=True, scan=True)
 
-    def __init__(self, root: str | os.PathLike[str], *, threads: int = 4) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, capacity: int | None = None, threads: int = 4) -> None:
         self._root = os.fspath(root)
         if not os.path.isabs(self._root):
             raise ConfigError(f"file store: the root {self._root!r} is not an absolute path")
         self._life = Lifecycle(f"file store {self._root}")
+        self._capacity = None if capacity is None else Capacity(capacity)
         self._threads = threads
         self._limiter: anyio.CapacityLimiter
 
     @classmethod
     def from_url(cls, url: URL) -> Self:
-        """``file:///absolute/path[?threads=4]``."""
+        """``file:///absolute/path[?capacity=100GiB][&threads=4]``."""
         if url.host or url.port is not None or url.username or not url.path.strip("/"):
             raise ConfigError(f"{url}: a file store is file:// and an absolute path, such as file:///var/cache/kv")
         return cls(url.path, **url.options(_Options).model_dump())
@@ -87,7 +93,7 @@ class FileStore(Store):
         found = np.full(len(keys), UNKNOWN, np.uint8)
 
         def work() -> None:
-            with Tree(self._root) as tree:
+            with self._tree() as tree:
                 for i, key in enumerate(keys):
                     self._turn()
                     try:
@@ -109,7 +115,11 @@ class FileStore(Store):
 
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         def put(tree: Tree, i: int) -> tuple[Status, int]:
-            return Status.OK, sizes[i] if tree.write(keys[i], source.views(i)) else 0
+            if self._capacity is None:
+                new = tree.write(keys[i], source.views(i))
+            else:
+                new = not tree.exists(keys[i]) and self._capacity.write(tree, keys[i], source.views(i), self._turn)
+            return Status.OK, sizes[i] if new else 0
 
         check_batch(keys, source)
         sizes = source.nbytes.tolist()
@@ -123,7 +133,7 @@ class FileStore(Store):
 
     async def scan(self, prefix: str = "") -> AsyncIterator[str]:
         """The keys that begin with ``prefix``. Raises :class:`~kvpool.errors.StoreError` for an unreadable root."""
-        found = Tree(self._root).keys(prefix)
+        found = self._tree().keys(prefix)
         while page := await self._hop(lambda: list(islice(found, _SCAN_PAGE))):
             for key in page:
                 yield key
@@ -132,7 +142,7 @@ class FileStore(Store):
         """Remove the keys that begin with ``prefix``, and empty directories; the number removed."""
 
         def work() -> int:
-            with Tree(self._root) as tree:
+            with self._tree() as tree:
                 removed = 0
                 for key in tree.keys(prefix):
                     self._turn()
@@ -154,7 +164,7 @@ class FileStore(Store):
         results = Results.empty(len(keys), Status.TIMED_OUT)
 
         def work() -> None:
-            with Tree(self._root, create=create) as tree:
+            with self._tree(create=create) as tree:
                 for i, key in enumerate(keys):
                     self._turn()
                     try:
@@ -181,6 +191,9 @@ class FileStore(Store):
                 raise StoreError(f"file store {self._root}: {error.strerror or error}") from error
         return None
 
+    def _tree(self, *, create: bool = False) -> Tree:
+        return Tree(self._root, create=create, refresh=self._capacity is not None)
+
     def _turn(self) -> None:
         """Between two files, in the thread: stop if the call is cancelled or late, or the store closed."""
         anyio.from_thread.check_cancelled()
@@ -188,7 +201,7 @@ class FileStore(Store):
 
     def _prepare(self) -> None:
         try:
-            with Tree(self._root) as tree:
+            with self._tree() as tree:
                 tree.make_root()
                 tree.remove_leftovers()
         except OSError as error:

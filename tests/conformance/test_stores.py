@@ -105,9 +105,14 @@ class TestFileStoreWithNamedTemporaries(TestFileStore):
         monkeypatch.setattr(_file_tree, "_O_TMPFILE", 0)
 
 
-class TestFaultyStoreWithoutFaults(TestFileStore):
+class TestFileStoreWithCapacity(TestFileStore):
     open_close_cycles: ClassVar[int] = 50
-    examples: ClassVar[int] = 3
+    examples: ClassVar[int] = 5
 
     def store(self, place: Path) -> Store:
-        return FaultyStore(FileStore(place))
+        return FileStore(place, capacity=1 << 30)
+
+
+class TestFaultyStoreWithoutFaults(TestMemoryStore):
+    def store(self, place: str) -> Store:
+        return FaultyStore(MemoryStore(name=place))
