@@ -44,6 +44,8 @@ class Config(BaseModel):
     codec: str = Field(default="binary", min_length=1, description="a codec name, or module:Class")
     #: Host memory for values on their way in and out.
     staging_bytes: Bytes = ByteSize(256 << 20)
+    #: While more than this waits to be saved, further saves are dropped.
+    save_queue_bytes: Bytes = ByteSize(1 << 30)
     #: Bytes moved by one call to the store.
     batch_bytes: Bytes = ByteSize(8 << 20)
     #: A lookup without an answer by then is a miss.

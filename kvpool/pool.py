@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import anyio
 import anyio.abc
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.calls import FailedKeys, Outcome, StoreCalls
 from kvpool.config import Config
 from kvpool.coordinator import Coordinator, Hit, Probe
-from kvpool.deadlines import fail_at, move_on_at, running_loop
+from kvpool.deadlines import running_loop
 from kvpool.errors import ConfigError, KVPoolError, LayoutError, StoreError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace, Namespace
@@ -32,19 +32,14 @@ from kvpool.metrics import Counters
 from kvpool.registry import create_store
 from kvpool.spec import CacheSpec
 from kvpool.staging import Lease, Staging
-from kvpool.store import PRESENT, Presence, Results, Status, Store
+from kvpool.store import ABSENT, PRESENT, Presence, Results, Status, Store
 from kvpool.threads import Threads
 
 __all__ = ["KVPool", "Transfer"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LOAD, SAVE = 0, 1  #: priorities in staging memory: loads go before saves
-#: A store that honours deadlines answers this soon after one; then its call is given up.
-DEADLINE_GRACE_S = 0.25
-#: How many failed keys are remembered at most; the oldest are forgotten first.
-MAX_FAILED_KEYS = 65_536
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +61,11 @@ class Transfer:
         return len(self.block_ids)
 
 
-@dataclass(slots=True)
-class _Call:
-    """One store call and the staging memory it touches. Whoever is last, caller or call, lets go of the memory."""
-
-    lease: Lease | None
-    done: anyio.Event = field(default_factory=anyio.Event)
-    results: Results | None = None
-    error: Exception | None = None
-    abandoned: bool = False
-
-
 class KVPool:
     """Shares KV blocks through one store; an async context manager, used from one event loop.
 
-    ``layouts``: where each group's blocks live, one a group; may be empty for a pool that only looks up.
+    ``layouts``: where each group's blocks live, one a group; may be empty for a pool that only looks up. ``shards``:
+    which shard of each group this rank holds (0 where a group is not sharded).
     Every call ends by its deadline (absolute on the loop's clock; the configured time-outs where none is given), and
     never raises for what a store does: whatever is not proven is reported as not loaded, not saved, not there.
     """
@@ -92,6 +77,7 @@ class KVPool:
         spec: CacheSpec,
         namespace: Namespace,
         layouts: Sequence[BlockLayout] = (),
+        shards: Sequence[int] = (),
         config: Config | None = None,
         counters: Counters | None = None,
     ) -> None:
@@ -111,13 +97,15 @@ class KVPool:
         self.coordinator = Coordinator(spec)
         self.counters = Counters() if counters is None else counters
         self.keyspace = KeySpace(namespace, spec)
+        self._shards = tuple(shards) or (0,) * len(spec.groups)
         self._threads = Threads(2)
-        self._failed: OrderedDict[str, float] = OrderedDict()
+        self._failed = FailedKeys(self.config.failed_key_ttl_s)
         self._queued_save_bytes = 0
         self._described: set[str] = set()
         self._closed = True
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup
+        self._calls: StoreCalls
         self.staging: Staging
 
     @classmethod
@@ -146,6 +134,7 @@ class KVPool:
             stack.callback(self.staging.close)
             await stack.enter_async_context(self.store)
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
+            self._calls = StoreCalls(self._tasks, self.counters)
             self._stack = stack.pop_all()
         self._closed = False
         return self
@@ -186,11 +175,9 @@ class KVPool:
         count.lookups += 1
         search = self.coordinator.search(num_tokens, len(hashes), local_tokens=local_tokens)
         try:
-            with fail_at(limit):
-                probes = next(search)
-                while True:
-                    count.probe_waves += 1
-                    probes = search.send(await self._probe(keyspace or self.keyspace, hashes, probes, limit))
+            probes = next(search)
+            while True:
+                probes = search.send(await self._probe(keyspace or self.keyspace, hashes, probes, limit))
         except StopIteration as stop:
             hit: Hit = stop.value
         except TimeoutError:
@@ -215,10 +202,10 @@ class KVPool:
         limit = self._limit(deadline, self.config.load_timeout_s)
         self.counters.load_jobs += 1
         results = [Results.empty(len(c), Status.TIMED_OUT) for c in parts]
+        batches = [(p, out, rows) for p, out in zip(parts, results, strict=True) for rows in self._batches(p)]
         async with anyio.create_task_group() as tasks:
-            for part, out in zip(parts, results, strict=True):
-                for rows in self._batches(part):
-                    tasks.start_soon(self._load_batch, part, rows, out, keyspace or self.keyspace, limit)
+            for part, out, rows in batches:
+                tasks.start_soon(self._load_batch, part, rows, out, keyspace or self.keyspace, limit)
         for out in results:
             self.counters.add(
                 loaded_chunks=int(out.ok.sum()),
@@ -244,19 +231,27 @@ class KVPool:
         job will be read any more, at the latest before this returns or raises.
         """
         space = keyspace or self.keyspace
-        reading = _Countdown(0, copied)
+        reading = _Countdown(copied)
+        nbytes = 0
         try:
             self._check_open()
             limit = self._limit(deadline, self.config.save_timeout_s)
             self.counters.save_jobs += 1
-            results = [Results.empty(len(c), Status.TIMED_OUT) for c in parts]
+            if self._queued_save_bytes >= self.config.save_queue_bytes:
+                # The store is slower than the engine: give up now, while it costs nothing, and not after a long wait.
+                self.counters.save_dropped_chunks += sum(len(p) for p in parts)
+                return [Results.empty(len(p), Status.REJECTED) for p in parts]
+            results = [Results.empty(len(p), Status.TIMED_OUT) for p in parts]
             batches = [(p, out, rows) for p, out in zip(parts, results, strict=True) for rows in self._batches(p)]
+            nbytes = sum(len(p) * self._chunk_bytes(p) for p in parts)
+            self._queued_save_bytes += nbytes
             reading.left = len(batches)
             self._describe(space)
             async with anyio.create_task_group() as tasks:
                 for part, out, rows in batches:
-                    tasks.start_soon(self._save_batch, part, rows, out, space, limit, reading)
+                    tasks.start_soon(self._save_batch, part, rows, out, space, limit, reading.step)
         finally:
+            self._queued_save_bytes -= nbytes
             reading.finish()
         for out in results:
             self.counters.add(
@@ -270,6 +265,16 @@ class KVPool:
 
     # ---- how it is done
 
+    async def _present(self, keys: Sequence[str], deadline: float) -> Outcome[Presence]:
+        """Presence of ``keys``, those that failed lately counted as absent."""
+        self.counters.probed_keys += len(keys)
+        asked = await self._calls.run(lambda: self.store.exists(keys, deadline=deadline), deadline)
+        if asked.result is not None:
+            if len(asked.result) != len(keys):
+                return Outcome(error=StoreError(f"the store answered {len(asked.result)} of {len(keys)} keys"))
+            asked.result[self._failed.among(keys, anyio.current_time())] = ABSENT
+        return asked
+
     async def _probe(
         self, keyspace: KeySpace, hashes: BlockHashes, probes: Sequence[Probe], deadline: float
     ) -> list[Presence]:
@@ -281,17 +286,18 @@ class KVPool:
             for shard in range(n)
             for key in keyspace.keys(probe.group, shard, hashes, probe.hash_ids)
         ]
-        self.counters.probed_keys += len(keys)
-        present = await self.store.exists(keys, deadline=deadline)
-        if len(present) != len(keys):
-            raise StoreError(f"{type(self.store).__name__}.exists answered {len(present)} of {len(keys)} keys")
-        self._apply_failed(keys, present)
+        self.counters.probe_waves += 1
+        asked = await self._present(keys, deadline)
+        if asked.late:
+            raise TimeoutError
+        if asked.result is None:
+            raise asked.error or StoreError("no answer")
         answer: list[Presence] = []
         start = 0
         for probe, n in zip(probes, shards, strict=True):
             size = len(probe.hash_ids)
-            block = present[start : start + n * size].reshape(n, size)
-            answer.append((block == PRESENT).all(axis=0).astype(np.uint8))
+            every = (asked.result[start : start + n * size].reshape(n, size) == PRESENT).all(axis=0)
+            answer.append(every.astype(np.uint8))
             start += n * size
         return answer
 
@@ -299,34 +305,30 @@ class KVPool:
         self, part: Transfer, rows: npt.NDArray[np.intp], out: Results, keyspace: KeySpace, deadline: float
     ) -> None:
         layout = self.layouts[part.group]
-        keys = keyspace.keys(part.group, 0, part.hashes, rows)
+        keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
         width = self._chunk_bytes(part)
         lease = await self._lease(len(rows) * width, LOAD, deadline)
         if lease is None:
             return
-        call = _Call(lease)
+        buffers = lease.buffers(len(rows), width)
+        got = await self._calls.run(lambda: self.store.get_into(keys, buffers, deadline=deadline), deadline, lease)
+        if got.late:
+            self._failed.add(keys, anyio.current_time())
+            return
         try:
-            buffers = lease.buffers(len(rows), width)
-            got = await self._owned(call, lambda: self.store.get_into(keys, buffers, deadline=deadline), deadline)
-            if got is None:
-                if call.error is not None:
-                    out.status[rows] = Status.FAILED
-                return
-            ok = np.flatnonzero(got.ok)
-            self._remember_failed([keys[i] for i in np.flatnonzero(~got.ok & (got.status != Status.TIMED_OUT))])
+            results = self._checked(got, len(rows))
+            self._failed.add((keys[i] for i in np.flatnonzero(~results.ok)), anyio.current_time())
+            ok = np.flatnonzero(results.ok)
             # A cancelled job must not touch the engine's blocks; from here on nothing waits for the store any more.
             await anyio.lowlevel.checkpoint_if_cancelled()
             if len(ok):
                 staged = lease.rows(len(rows), width)
                 staged = staged if len(ok) == len(rows) else staged[ok]
-                ids = part.block_ids[rows[ok]]
-                flat = ids.reshape(-1)
-                await self._threads.run(layout.scatter, flat, staged.reshape(len(flat), layout.block_bytes))
-            out.status[rows] = got.status
-            out.nbytes[rows] = np.where(got.ok, width, 0)
-            out.errors.update({int(rows[i]): e for i, e in got.errors.items()})
+                blocks = part.block_ids[rows[ok]].reshape(-1)
+                await self._threads.run(layout.scatter, blocks, staged.reshape(len(blocks), layout.block_bytes))
+            _report(out, rows, results, width)
         finally:
-            self._let_go(call)
+            lease.release()
 
     async def _save_batch(
         self,
@@ -335,81 +337,68 @@ class KVPool:
         out: Results,
         keyspace: KeySpace,
         deadline: float,
-        reading: _Countdown,
+        read: Callable[[], None],
     ) -> None:
+        """Probe, copy out, put. ``read`` is called once, when no block of the batch will be read any more."""
         layout = self.layouts[part.group]
         width = self._chunk_bytes(part)
-        size = len(rows) * width
-        call = _Call(None)
-        queued = 0
+        lease: Lease | None = None
         try:
-            if self._queued_save_bytes + size > self.config.staging_bytes:
-                self.counters.save_dropped_chunks += len(rows)
-                out.status[rows] = Status.REJECTED
+            keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
+            asked = await self._present(keys, deadline)
+            if asked.result is None:
+                out.status[rows] = Status.TIMED_OUT if asked.late else Status.FAILED
                 return
-            queued = size
-            self._queued_save_bytes += size
-            keys = keyspace.keys(part.group, 0, part.hashes, rows)
-            present = await self._present(keys, deadline)
-            if present is None:
-                out.status[rows] = Status.FAILED
-                return
+            present = np.equal(asked.result, PRESENT)
             out.status[rows[present]] = Status.OK
             self.counters.save_present_chunks += int(present.sum())
             absent = np.flatnonzero(~present)
             if not len(absent):
                 return
             rows, keys = rows[absent], [keys[i] for i in absent]
-            call.lease = await self._lease(len(rows) * width, SAVE, deadline)
-            if call.lease is None:
+            lease = await self._lease(len(rows) * width, SAVE, deadline)
+            if lease is None:
                 return
-            flat = part.block_ids[rows].reshape(-1)
-            staged = call.lease.rows(len(rows), width).reshape(len(flat), layout.block_bytes)
-            await self._threads.run(layout.gather, flat, staged)
-            reading.step()
-            reading = _Countdown(0, None)
-            buffers = call.lease.buffers(len(rows), width)
-            put = await self._owned(call, lambda: self.store.put(keys, buffers, deadline=deadline), deadline)
-            if put is None:
-                if call.error is not None:
-                    out.status[rows] = Status.FAILED
-                return
-            out.status[rows] = put.status
-            out.nbytes[rows] = np.where(put.ok, width, 0)
-            out.errors.update({int(rows[i]): e for i, e in put.errors.items()})
+            blocks = part.block_ids[rows].reshape(-1)
+            staged = lease.rows(len(rows), width).reshape(len(blocks), layout.block_bytes)
+            await self._threads.run(layout.gather, blocks, staged)
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            raise
         finally:
-            reading.step()
-            self._queued_save_bytes -= queued
-            self._let_go(call)
+            read()
+        buffers = lease.buffers(len(rows), width)
+        put = await self._calls.run(lambda: self.store.put(keys, buffers, deadline=deadline), deadline, lease)
+        if put.late:
+            return
+        lease.release()
+        results = self._checked(put, len(rows))
+        self._failed.discard(keys[i] for i in np.flatnonzero(results.ok))
+        _report(out, rows, results, width)
 
-    async def _present(self, keys: Sequence[str], deadline: float) -> npt.NDArray[np.bool_] | None:
-        """Which keys need no put; None if the store failed as a whole."""
-        try:
-            with fail_at(deadline):
-                found = await self.store.exists(keys, deadline=deadline)
-        except TimeoutError:
-            return None
-        except Exception as error:
-            logger.warning("save gave up at the presence probe: %s: %s", type(error).__name__, error)
-            return None
-        return np.equal(found, PRESENT)
+    @staticmethod
+    def _checked(outcome: Outcome[Results], n: int) -> Results:
+        """The results of a call; FAILED for all keys if it raised or answered for another number of keys."""
+        results = outcome.result
+        if results is not None and len(results) == n:
+            return results
+        failed = Results.empty(n, Status.FAILED)
+        failed.errors[0] = outcome.error or StoreError(f"the store answered {len(results or ())} of {n} keys")
+        return failed
 
     def _describe(self, keyspace: KeySpace) -> None:
         """Leave the namespace's manifest in the store, once, so that a person can tell what its values are."""
         if keyspace.manifest_key in self._described:
             return
         self._described.add(keyspace.manifest_key)
+        text = bytearray(keyspace.namespace.manifest.encode())
+        limit = anyio.current_time() + self.config.save_timeout_s
 
-        async def put() -> None:
-            text = bytearray(keyspace.namespace.manifest.encode())
-            limit = anyio.current_time() + self.config.save_timeout_s
-            try:
-                with move_on_at(limit):
-                    await self.store.put([keyspace.manifest_key], Buffers.of(text), deadline=limit)
-            except Exception as error:
-                logger.debug("no manifest stored: %s", error)
+        async def put() -> Results:
+            return await self.store.put([keyspace.manifest_key], Buffers.of(text), deadline=limit)
 
-        self._tasks.start_soon(put)
+        self._tasks.start_soon(self._calls.run, put, limit)
 
     async def _lease(self, nbytes: int, priority: int, deadline: float) -> Lease | None:
         """Staging memory, or None if there was none before the deadline."""
@@ -418,68 +407,17 @@ class KVPool:
         except TimeoutError:
             return None
 
-    async def _owned(self, call: _Call, fn: Callable[[], Awaitable[Results]], deadline: float) -> Results | None:
-        """Run a store call that owns ``call.lease`` until it has ended, and wait for it until the deadline.
-
-        None: it failed (``call.error``), or it is late and goes on alone, its result void.
-        """
-        self._tasks.start_soon(self._run_call, call, fn, deadline)
-        try:
-            with move_on_at(deadline + DEADLINE_GRACE_S):
-                await call.done.wait()
-        finally:
-            call.abandoned = not call.done.is_set()
-        if call.abandoned:
-            self.counters.abandoned_calls += 1
-        elif call.error is not None:
-            logger.warning("store call failed: %s: %s", type(call.error).__name__, call.error)
-        return call.results if call.done.is_set() else None
-
-    async def _run_call(self, call: _Call, fn: Callable[[], Awaitable[Results]], deadline: float) -> None:
-        try:
-            with move_on_at(deadline + DEADLINE_GRACE_S):
-                call.results = await fn()
-        except Exception as error:
-            call.error = error
-        finally:
-            call.done.set()
-            if call.abandoned:
-                self._let_go(call)
-
-    @staticmethod
-    def _let_go(call: _Call) -> None:
-        """Release the staging memory of a call that has ended; a running one releases it itself."""
-        if call.lease is not None and not (call.abandoned and not call.done.is_set()):
-            call.lease.release()
-            call.lease = None
-
     def _batches(self, part: Transfer) -> list[npt.NDArray[np.intp]]:
         """Row indices of a job in batches that fit ``batch_bytes`` of staging."""
+        if not self.layouts:
+            raise LayoutError("this pool was made without block layouts: it can only look up")
+        self.layouts[part.group].check(part.block_ids)
         per_batch = max(1, int(self.config.batch_bytes) // max(1, self._chunk_bytes(part)))
         return [np.arange(i, min(i + per_batch, len(part))) for i in range(0, len(part), per_batch)]
 
     def _chunk_bytes(self, part: Transfer) -> int:
         blocks = 1 if part.block_ids.ndim == 1 else part.block_ids.shape[1]
         return blocks * self.layouts[part.group].block_bytes
-
-    def _remember_failed(self, keys: Sequence[str]) -> None:
-        """Keys whose load failed count as absent for a while, so that no request can loop on them."""
-        until = anyio.current_time() + self.config.failed_key_ttl_s
-        for key in keys:
-            self._failed[key] = until
-            self._failed.move_to_end(key)
-        while len(self._failed) > MAX_FAILED_KEYS:
-            self._failed.popitem(last=False)
-
-    def _apply_failed(self, keys: Sequence[str], present: Presence) -> None:
-        if not self._failed:
-            return
-        now = anyio.current_time()
-        while self._failed and next(iter(self._failed.values())) <= now:
-            self._failed.popitem(last=False)
-        for i, key in enumerate(keys):
-            if key in self._failed:
-                present[i] = 0
 
     def _limit(self, deadline: float | None, timeout: float) -> float:
         return min(math.inf if deadline is None else deadline, anyio.current_time() + timeout)
@@ -492,12 +430,12 @@ class KVPool:
             raise KVPoolError("the pool is not open: use it inside 'async with'")
 
 
-@dataclass(slots=True)
 class _Countdown:
-    """Calls ``then`` once, when the last of ``left`` parts has stepped or the whole is finished."""
+    """Calls ``then`` once: after ``left`` parts have stepped, or when the whole is finished."""
 
-    left: int
-    then: Callable[[], None] | None
+    def __init__(self, then: Callable[[], None] | None) -> None:
+        self.left = 0
+        self._then = then
 
     def step(self) -> None:
         self.left -= 1
@@ -505,9 +443,16 @@ class _Countdown:
             self.finish()
 
     def finish(self) -> None:
-        then, self.then = self.then, None
+        then, self._then = self._then, None
         if then is not None:
             then()
+
+
+def _report(out: Results, rows: npt.NDArray[np.intp], results: Results, width: int) -> None:
+    """Put the results of a batch into the columns of its job."""
+    out.status[rows] = results.status
+    out.nbytes[rows] = np.where(results.ok, width, 0)
+    out.errors.update({int(rows[i]): error for i, error in results.errors.items()})
 
 
 def _count(results: Results, *statuses: Status) -> int:

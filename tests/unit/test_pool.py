@@ -327,7 +327,7 @@ async def test_saves_behind_a_slow_store_are_dropped_and_counted() -> None:
         await release.wait()
 
     store.before_put = slow
-    async with engine(store, staging_bytes=1024, batch_bytes=256) as e:
+    async with engine(store, save_queue_bytes=1024) as e:
         results: list[Results] = []
 
         async def save(seed: int) -> None:
@@ -402,3 +402,105 @@ async def test_unknown_presence_is_no_hit() -> None:
 
     async with engine(Doubtful()) as e:
         assert (await e.pool.lookup(prompt(4), 17)).length == 0
+
+
+async def test_a_store_that_ignores_cancellation_cannot_hang_a_lookup_or_a_save() -> None:
+    store = Steered()
+    release = anyio.Event()
+
+    async def deaf(keys: Sequence[str]) -> None:
+        with anyio.CancelScope(shield=True):
+            await release.wait()
+
+    async with engine(store, lookup_timeout_ms=30, save_timeout_s=0.03) as e:
+        store.before_exists = deaf
+        hashes = prompt(4)
+        with anyio.fail_after(5):
+            assert (await e.pool.lookup(hashes, 17)).length == 0
+            (saved,) = await e.pool.save([e.pool.transfer(0, hashes, range(4), range(4))])
+        assert not saved.ok.any()
+        release.set()
+
+
+async def test_a_wedged_store_is_not_asked_without_end() -> None:
+    store = Steered()
+    release = anyio.Event()
+
+    async def deaf(keys: Sequence[str]) -> None:
+        with anyio.CancelScope(shield=True):
+            await release.wait()
+
+    async with engine(store, lookup_timeout_ms=1) as e:
+        store.before_exists = deaf
+        async with anyio.create_task_group() as tasks:
+            for _ in range(100):
+                tasks.start_soon(e.pool.lookup, prompt(4), 17)
+        asked = store.exists_calls
+        for _ in range(100):
+            assert (await e.pool.lookup(prompt(4), 17)).length == 0
+        assert store.exists_calls == asked, "calls pile up behind a store that does not answer"
+        release.set()
+        await anyio.wait_all_tasks_blocked()
+        store.before_exists = None
+        await e.pool.save([e.pool.transfer(0, prompt(4), range(4), range(4))])
+        assert (await e.pool.lookup(prompt(4), 17, deadline=math.inf)).length >= 0
+        assert store.exists_calls > asked, "it is asked again once it answers"
+
+
+async def test_a_store_that_answers_for_other_keys_is_not_believed() -> None:
+    class Short(Steered):
+        async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+            return Results.empty(len(keys) - 1, Status.OK)
+
+        async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
+            return np.ones(max(0, len(keys) - self.short), np.uint8)
+
+        short = 0
+
+    store = Short()
+    async with engine(store) as e:
+        part = e.pool.transfer(0, prompt(4), range(4), range(4))
+        (loaded,) = await e.pool.load([part])
+        assert set(loaded.status.tolist()) == {Status.FAILED}
+        store.short = 1
+        assert (await e.pool.lookup(prompt(4, 2), 17)).length == 0
+        assert not (await e.pool.save([part]))[0].ok.any()
+
+
+async def test_bad_block_ids_are_named_before_anything_moves() -> None:
+    store = Steered()
+    async with engine(store) as e:
+        for ids in ([0, 32], [-1, 3]):
+            with pytest.raises(LayoutError, match="block id outside"):
+                await e.pool.load([e.pool.transfer(0, prompt(2), range(2), ids)])
+            with pytest.raises(LayoutError, match="block id outside"):
+                await e.pool.save([e.pool.transfer(0, prompt(2), range(2), ids)])
+        assert not store.stored
+
+
+async def test_a_refused_save_still_lets_go_of_its_blocks() -> None:
+    made = Engine(create_store("memory://"))
+    called: list[int] = []
+    part = Transfer(0, prompt(2), np.arange(2))
+    with pytest.raises(KVPoolError, match="async with"):
+        await made.pool.save([part], copied=lambda: called.append(1))
+    async with made.pool:
+        with pytest.raises(LayoutError):
+            await made.pool.save([Transfer(0, prompt(1), np.array([99]))], copied=lambda: called.append(2))
+    assert called == [1, 2]
+
+
+async def test_an_exception_in_the_body_comes_out_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="mine"):
+        async with engine():
+            raise RuntimeError("mine")
+
+
+async def test_a_manifest_says_what_a_namespace_is() -> None:
+    async with engine() as e:
+        await e.pool.save([e.pool.transfer(0, prompt(1), [0], [0])])
+        await anyio.wait_all_tasks_blocked()
+        text = bytearray(len(NAMESPACE.manifest))
+        (status,) = (await e.pool.store.get_into([e.pool.keyspace.manifest_key], Buffers.of(text))).status
+        assert status == Status.OK
+        assert text.decode() == NAMESPACE.manifest
