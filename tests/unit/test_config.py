@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,12 @@ def test_secrets_never_show() -> None:
 def test_it_cannot_be_changed_by_accident() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load().codec = "x"
+
+
+def test_the_page_lists_every_field_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", page, re.MULTILINE))
+    assert list(rows) == list(Config.model_fields)
+    written = {name: text.strip(" `") for name, text in rows.items() if text.strip()}
+    assert load(dict(written)) == load()
+    assert {name for name in rows if name not in written} == {name for name, v in load() if v == ""}
