@@ -31,9 +31,8 @@ __all__ = ["RequestTable"]
 
 @dataclass(slots=True)
 class _Open:
-    num_tokens: int
+    request: LookupRequest
     deadline_ns: int
-    request: LookupRequest | None  # until it has been sent
 
 
 class RequestTable:
@@ -43,7 +42,8 @@ class RequestTable:
     server drops the connection of who sends more). ``max_outstanding``: so many tickets may be open; more fail at once.
 
     A ticket is the request id on the wire. Ids begin at a random one and never come back, so a reply meant for an
-    earlier client cannot match. ``counts``: replies dropped, by reason.
+    earlier client cannot match. ``timeouts``: tickets that ran out of time since the last message came in. ``counts``:
+    replies dropped, by reason.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class RequestTable:
         clock: Clock | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.timeouts = 0
         self._codec = codec
         self._peer = peer
         self._max_frame_bytes = max_frame_bytes
@@ -79,8 +80,7 @@ class RequestTable:
             self._done.append((ticket, TransportError(f"{self._peer}: the lookup cannot be sent: {error}")))
             return ticket
         # A slice keeps what it shows while the caller's hashes grow.
-        snapshot = replace(request, hashes=request.hashes[:])
-        self._open[ticket] = _Open(request.num_tokens, deadline_ns, snapshot)
+        self._open[ticket] = _Open(replace(request, hashes=request.hashes[:]), deadline_ns)
         self._unsent[ticket] = None
         heappush(self._deadlines, (deadline_ns, ticket))
         if len(self._deadlines) > 2 * self._max_outstanding:
@@ -103,7 +103,6 @@ class RequestTable:
         self.expire()
         for ticket in self._unsent:
             opened = self._open[ticket]
-            assert opened.request is not None
             clock_id, offset = self._server_clock
             left_ns = max(0, opened.deadline_ns - self._clock.now())
             header = pack_lookup(ticket, opened.request, self._codec, clock_id, opened.deadline_ns + offset, left_ns)
@@ -111,13 +110,17 @@ class RequestTable:
         return None
 
     def sent(self, ticket: int) -> None:
-        """The request has left: it is out of line, and its hashes are let go."""
+        """The request has left, and is out of line."""
         del self._unsent[ticket]
-        self._open[ticket].request = None
+
+    def send_again(self) -> None:
+        """Put every open ticket in line, the oldest first: what was sent is lost. Asking twice does no harm."""
+        self._unsent = dict.fromkeys(self._open)
 
     def receive(self, frames: Sequence[Buffer]) -> None:
         """Match a reply with its ticket. What matches none (late, cancelled, foreign) is dropped and counted."""
         self.expire()
+        self.timeouts = 0
         prefix = read_prefix(frames)
         if prefix is None or len(frames) != 1:
             self.counts["foreign"] += 1
@@ -134,7 +137,7 @@ class RequestTable:
         try:
             outcome, clock_id, server_ns = read_reply(prefix, frame)
             if isinstance(outcome, LookupResult):
-                outcome.check(opened.num_tokens)
+                outcome.check(opened.request.num_tokens)
         except ValueError as error:
             return TransportError(f"{self._peer}: the server's reply cannot be read: {error}")
         # The server read its clock before its reply came in, so this is never ahead of the server's time.
@@ -150,6 +153,7 @@ class RequestTable:
             if self._open.pop(ticket, None) is not None:
                 never_sent = ticket in self._unsent
                 self._unsent.pop(ticket, None)
+                self.timeouts += 1
                 why = "no live server took it" if never_sent else "the server did not answer"
                 self._done.append((ticket, LookupTimeout(f"{self._peer}: a lookup ran out of time: {why}")))
 
@@ -158,6 +162,12 @@ class RequestTable:
         self._unsent.pop(ticket, None)
         if self._open.pop(ticket, None) is None:
             self._done = [d for d in self._done if d[0] != ticket]
+
+    def give_up(self, ticket: int) -> None:
+        """Forget a ticket whose caller has seen its time run out."""
+        if ticket in self._open:
+            self.timeouts += 1
+        self.cancel(ticket)
 
     def take_done(self) -> list[tuple[int, Outcome]]:
         """Tickets that ended since the last call, in the order they ended."""

@@ -90,6 +90,8 @@ class Link:
         #: What ZeroMQ connects to.
         self.endpoint = _ipc_endpoint(self.url) if url.scheme == "zmq+ipc" else _tcp_endpoint(self.url, self.options)
         o = self.options
+        #: Seconds of silence after which a peer is given up.
+        self.silence = 3 * o.heartbeat_s
         #: Set if both ends prove who they are.
         self.keys = load_keys(url, o.curve_keys, o.curve_server, o.curve_clients)
         self._lock = threading.Lock()
@@ -174,7 +176,7 @@ class Link:
             new = self._context.socket(kind)
         try:
             new.set(zmq.LINGER, 0)
-            silence_ms = int(self.options.heartbeat_s * 3000)
+            silence_ms = int(self.silence * 1000)
             new.set(zmq.HEARTBEAT_IVL, silence_ms // 3)
             new.set(zmq.HEARTBEAT_TIMEOUT, silence_ms)
             new.set(zmq.HANDSHAKE_IVL, max(silence_ms, 1000))

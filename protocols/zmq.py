@@ -158,6 +158,7 @@ class _Channel:
         self._dealer = link.dealer()
         self._link = link
         self._frame = bytearray()
+        self._silent_since: float | None = None
 
     @property
     def fd(self) -> int:
@@ -175,7 +176,32 @@ class _Channel:
                 if (message := receive(self._dealer)) is not None:
                     self.table.receive(message)
             elif not (events & POLLOUT and self.table.has_unsent):
-                return
+                break
+        if not self.table.timeouts:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = time.monotonic()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether lookups have gone unanswered for as long as a peer may be silent: time for :meth:`renew`."""
+        return self._silent_since is not None and time.monotonic() - self._silent_since > self._link.silence
+
+    def renew(self) -> None:
+        """Connect anew and send again what is open; changes ``fd``.
+
+        ZeroMQ reconnects by itself, but gives up for ever on a peer that broke the protocol once (anything else that
+        listens there for a moment, a refused key, a message over the limit).
+        """
+        self._silent_since, self.table.timeouts = None, 0
+        try:
+            renewed = self._link.dealer()
+        except TransportError:  # out of descriptors, say; the old one may yet come back
+            return
+        self._link.close(self._dealer)
+        self._dealer = renewed
+        self.table.send_again()
+        self.step()
 
     def _send(self, ticket: int, header: bytes, pieces: Sequence[Buffer]) -> bool:
         try:
@@ -216,18 +242,23 @@ class _PolledClient(PolledLookupClient):
     def submit(self, request: LookupRequest, *, timeout: float) -> int:
         self._life.check()
         ticket = self._channel.table.submit(request, timeout)
-        self._channel.step()
+        self._step()
         return ticket
+
+    def _step(self) -> None:
+        self._channel.step()
+        if self._channel.is_stale:
+            self._channel.renew()
 
     def poll(self, *, wait: float = 0.0) -> Sequence[tuple[int, Outcome]]:
         self._life.check()
-        channel, table = self._channel, self._channel.table
+        table = self._channel.table
         if table.outstanding:
-            channel.step()
+            self._step()
             end = time.monotonic() + wait
             while not table.has_done and table.outstanding and (left := end - time.monotonic()) > 0:
-                channel.sleep(left)
-                channel.step()
+                self._channel.sleep(left)
+                self._step()
         return table.take_done()
 
     def cancel(self, ticket: int) -> None:
@@ -290,6 +321,8 @@ class _Client(LookupClient):
                     else:
                         waiter.wake = anyio.Event()
                         await waiter.wake.wait()
+            if waiter.outcome is None:
+                table.give_up(ticket)
         finally:
             del self._waiters[ticket]
             table.cancel(ticket)
@@ -302,12 +335,15 @@ class _Client(LookupClient):
         return waiter.outcome
 
     async def _read(self) -> None:
-        try:
-            with anyio.CancelScope() as self._reading:
-                await anyio.wait_readable(self._channel.fd)
-                self._step()
-        finally:
-            self._reading = None
+        if self._channel.is_stale:
+            self._channel.renew()
+        else:
+            try:
+                with anyio.CancelScope() as self._reading:
+                    await anyio.wait_readable(self._channel.fd)
+            finally:
+                self._reading = None
+        self._step()
 
     def _step(self) -> None:
         self._channel.step()
@@ -315,6 +351,8 @@ class _Client(LookupClient):
             waiter = self._waiters[ticket]
             waiter.outcome = outcome
             waiter.wake.set()
+        if self._channel.is_stale and self._reading is not None:
+            self._reading.cancel()  # nobody may watch a descriptor that is about to be closed
 
     def _next_reader(self) -> None:
         for waiter in self._waiters.values():

@@ -226,6 +226,39 @@ def test_processes_of_this_host_share_a_clock() -> None:
     assert clock is host_clock()
 
 
+def test_after_a_lost_connection_all_that_is_open_is_sent_again_in_order() -> None:
+    hand = Hand()
+    table, server = make_table(hand), ServerWire(BinaryCodec(), clock=hand.clock())
+    lost, done, unsent = (table.submit(replace(REQUEST, num_tokens=100 + i), 0.5) for i in range(3))
+    send(table)
+    table.receive([server.reply(accepted(server, send(table)).id, RESULT)])
+    table.send_again()
+    again = [accepted(server, send(table)) for _ in range(2)]
+    assert [i.id for i in again] == [lost, unsent]
+    assert again[0].request.num_tokens == 100
+    assert again[0].deadline_ns == int(1000.5 * NS)
+    for incoming in again:
+        table.receive([server.reply(incoming.id, RESULT)])
+        table.receive([server.reply(incoming.id, RESULT)])
+    assert [ticket for ticket, _ in table.take_done()] == [done, lost, unsent]
+
+
+def test_timeouts_are_counted_until_somebody_speaks() -> None:
+    hand = Hand()
+    table, server = make_table(hand), ServerWire(BinaryCodec(), clock=hand.clock())
+    table.submit(REQUEST, 0.5)
+    late = accepted(server, send(table))
+    given_up = table.submit(REQUEST, 5)
+    table.give_up(given_up)
+    table.give_up(given_up)
+    hand.seconds += 1
+    [(_, outcome)] = table.take_done()
+    assert isinstance(outcome, LookupTimeout)
+    assert table.timeouts == 2
+    table.receive([server.reply(late.id, RESULT)])
+    assert table.timeouts == 0
+
+
 class OtherCodec(BinaryCodec):
     name = "other"
 

@@ -1,0 +1,520 @@
+"""The contract of :class:`kvpool.transport.LookupTransport` as tests that an author gets by subclassing one class.
+
+::
+
+    class TestMyTransport(RemoteTransportConformance):
+        def url(self): return f"my_pkg.mod:MyTransport?name={uuid4()}"
+
+:class:`TransportConformance` is for a transport within one process, :class:`RemoteTransportConformance` for one between
+processes: it also kills, freezes and restarts servers. Needs pytest and trio: ``pip install 'kvpool[testing]'``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import ClassVar
+
+import anyio
+import pytest
+
+from kvpool.errors import LookupTimeout, ProtocolMismatch, TransportClosed, TransportError
+from kvpool.hashes import BlockHashes
+from kvpool.registry import create_transport
+from kvpool.testing._lookups import (
+    HANG_S,
+    NAMESPACE,
+    AsyncFace,
+    Face,
+    Handler,
+    Outcome,
+    PolledFace,
+    ServerProcess,
+    expected,
+    lookup,
+    poll_all,
+    until_answered,
+)
+from kvpool.testing.cancel import cancel_everywhere
+from kvpool.transport import LookupRequest, LookupResult, LookupTransport, PolledLookupClient
+
+__all__ = ["RemoteTransportConformance", "TransportConformance"]
+
+#: A transport closes within this time, whether its peers live or not.
+_CLOSE_S = 5.0
+
+
+def _assert_answered(outcomes: list[Outcome], *requests: LookupRequest) -> None:
+    assert outcomes == [expected(r) for r in requests]
+
+
+class TransportConformance:
+    """Subclass it in a test module, under a name that pytest collects."""
+
+    pytestmark = pytest.mark.anyio
+
+    #: The event loops to run on.
+    loops: ClassVar[frozenset[str]] = frozenset({"asyncio", "trio"})
+    #: Open and close this often, with a flat count of descriptors and threads.
+    open_close_cycles: ClassVar[int] = 1000
+
+    def url(self) -> str:
+        """A new address, which no other test of this host uses."""
+        raise NotImplementedError
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "anyio_backend" in metafunc.fixturenames:
+            metafunc.parametrize("anyio_backend", sorted(self.loops))
+        if "face" in metafunc.fixturenames:
+            metafunc.parametrize("face", [AsyncFace, PolledFace], ids=["async", "polled"])
+
+    @pytest.fixture
+    def transport(self) -> LookupTransport:
+        """The transport of one test."""
+        return create_transport(self.url())
+
+    # ---- answers
+
+    async def test_every_answer_reaches_its_own_request(self, transport: LookupTransport, face: type[Face]) -> None:
+        """100 in flight, some slow and some quick; each answer proves which bytes the server read."""
+        requests = [lookup(1 + i, "sleep" if i % 3 else "answer", seed=i) for i in range(100)]
+        async with transport.serve(Handler()), face(transport) as client:
+            _assert_answered(await client.ask(*requests), *requests)
+
+    async def test_no_hashes_and_very_many(self, transport: LookupTransport, face: type[Face]) -> None:
+        requests = [replace(lookup(), hashes=BlockHashes(scheme="chained")), lookup(18_064), lookup(1)]
+        async with transport.serve(Handler()), face(transport) as client:
+            _assert_answered(await client.ask(*requests), *requests)
+
+    async def test_every_field_arrives(self, transport: LookupTransport, face: type[Face]) -> None:
+        seen: list[LookupRequest] = []
+        result = LookupResult(12_345, (12_344, 0, 17), bytes(range(16)), 0.25)
+
+        async def handler(request: LookupRequest) -> LookupResult:
+            seen.append(request)
+            return result
+
+        hashes = BlockHashes(b"0123456789ab" * 3, 12, scheme="another chain")
+        request = LookupRequest(NAMESPACE, b"0123456789abcdef", 99_999, 16, hashes)
+        async with transport.serve(handler), face(transport) as client:
+            assert await client.ask(request) == [result]
+        assert seen == [request]
+        assert seen[0].hashes.hash_len == 12
+
+    async def test_many_clients(self, transport: LookupTransport, face: type[Face]) -> None:
+        async def work(n: int) -> None:
+            async with face(transport) as client:
+                for i in range(5):
+                    requests = [lookup(2, "sleep", seed=100 * n + 10 * i + j) for j in range(3)]
+                    _assert_answered(await client.ask(*requests), *requests)
+
+        async with transport.serve(Handler()), anyio.create_task_group() as tasks:
+            for n in range(8):
+                tasks.start_soon(work, n)
+
+    async def test_hashes_may_grow_after_the_call(self, transport: LookupTransport) -> None:
+        request = lookup(5, "sleep")
+        answer = expected(request)
+        async with transport.serve(Handler()), PolledFace(transport) as client:
+
+            def ask() -> list[Outcome]:
+                ticket = client.client.submit(request, timeout=HANG_S / 2)
+                request.hashes.extend(bytes(32 * 100))
+                done = dict(client.client.poll(wait=HANG_S))
+                return [done[ticket]]
+
+            assert await client.run(ask) == [answer]
+
+    async def test_a_pickled_transport_means_the_same_address(self, transport: LookupTransport) -> None:
+        copy = pickle.loads(pickle.dumps(transport))
+        async with transport.serve(Handler()), AsyncFace(copy) as client:
+            _assert_answered(await client.ask(lookup()), lookup())
+
+    # ---- no answer
+
+    async def test_a_handler_that_fails_is_an_error_by_name(self, transport: LookupTransport, face: type[Face]) -> None:
+        async with transport.serve(Handler()), face(transport) as client:
+            wrong = ["raise", "none", "long"]
+            *errors, answer = await client.ask(*(lookup(do=do) for do in wrong), lookup())
+            for error in errors:
+                assert isinstance(error, TransportError)
+                assert not isinstance(error, LookupTimeout | ProtocolMismatch | TransportClosed)
+            assert "LookupError" in str(errors[0])
+            assert "no shelf for this book" in str(errors[0])
+            assert answer == expected(lookup())
+            _assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_a_handler_that_hangs_is_stopped_at_the_deadline(
+        self, transport: LookupTransport, face: type[Face]
+    ) -> None:
+        handler = Handler()
+        async with transport.serve(handler), face(transport) as client:
+            hung, answer = await client.ask(lookup(do="hang"), lookup(), seconds=0.8)
+            assert isinstance(hung, LookupTimeout)
+            assert answer == expected(lookup())
+            await _until(lambda: not handler.running)
+            _assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_many_that_hang_do_not_end_the_service(self, transport: LookupTransport, face: type[Face]) -> None:
+        async with transport.serve(Handler()), face(transport) as client:
+            outcomes = await client.ask(*(lookup(do="hang", seed=i) for i in range(300)), seconds=0.3)
+            assert {type(o) for o in outcomes} == {LookupTimeout}
+            _assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_late_answers_are_dropped(self, transport: LookupTransport, face: type[Face]) -> None:
+        handler = Handler()
+        async with transport.serve(handler), face(transport) as client:
+            for i in range(3):
+                [late] = await client.ask(lookup(do="stubborn"), seconds=0.02)
+                assert isinstance(late, LookupTimeout)
+                _assert_answered(await client.ask(lookup(seed=i)), lookup(seed=i))
+            await _until(lambda: not handler.running)
+            _assert_answered(await client.ask(lookup(2), lookup(4)), lookup(2), lookup(4))
+
+    async def test_no_time_at_all(self, transport: LookupTransport, face: type[Face]) -> None:
+        async with transport.serve(Handler()), face(transport) as client:
+            for timeout in (0.0, -1.0):
+                [outcome] = await client.ask(lookup(do="hang"), seconds=timeout)
+                assert isinstance(outcome, LookupTimeout)
+            _assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_another_namespace_is_refused_by_name(self, transport: LookupTransport, face: type[Face]) -> None:
+        handler, other = Handler(), b"another-model-16"
+        async with transport.serve(handler, namespace=NAMESPACE), face(transport) as client:
+            right, wrong = await client.ask(lookup(), lookup(namespace=other))
+            assert right == expected(lookup())
+            assert isinstance(wrong, ProtocolMismatch)
+            assert NAMESPACE.hex() in str(wrong)
+            assert other.hex() in str(wrong)
+        assert handler.begun == {"answer": 1}
+
+    # ---- servers come and go
+
+    async def test_nobody_serves_then_somebody_does(self, transport: LookupTransport, face: type[Face]) -> None:
+        async with face(transport) as client:
+            [error] = await client.ask(lookup(), seconds=0.05)
+            assert isinstance(error, TransportError)
+            for _ in range(3):
+                async with transport.serve(Handler()):
+                    await until_answered(client)
+                    _assert_answered(await client.ask(lookup(), lookup(9)), lookup(), lookup(9))
+                [error] = await client.ask(lookup(), seconds=0.05)
+                assert isinstance(error, TransportError)
+
+    async def test_submit_never_blocks(self, transport: LookupTransport) -> None:
+        """With nobody there, and with a server that answers nothing: each ticket ends, none is answered."""
+        requests = [lookup(2000, "hang", seed=i) for i in range(300)]
+        async with PolledFace(transport) as client:
+            outcomes = await client.ask(*requests, seconds=0.2)
+            assert all(isinstance(o, TransportError) for o in outcomes)
+            async with transport.serve(Handler()):
+                await until_answered(client)
+                outcomes = await client.ask(*requests, seconds=0.2)
+                assert all(isinstance(o, TransportError) for o in outcomes)
+                _assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_an_address_has_one_server(self, transport: LookupTransport) -> None:
+        first, second = Handler(), Handler()
+        async with transport.serve(first), AsyncFace(transport) as client:
+            with pytest.raises(TransportError):
+                async with transport.serve(second):
+                    pytest.fail("two servers on one address")
+            with pytest.raises(TransportError):
+                async with pickle.loads(pickle.dumps(transport)).serve(second):
+                    pytest.fail("two servers on one address")
+            _assert_answered(await client.ask(lookup()), lookup())
+        async with transport.serve(second), AsyncFace(transport) as client:
+            _assert_answered(await client.ask(lookup()), lookup())
+        assert (first.begun, second.begun) == ({"answer": 1}, {"answer": 1})
+
+    async def test_two_addresses_do_not_meet(self, transport: LookupTransport, face: type[Face]) -> None:
+        other = create_transport(self.url())
+        here, there = Handler(), Handler()
+        async with transport.serve(here), other.serve(there), face(other) as client:
+            _assert_answered(await client.ask(lookup()), lookup())
+        assert (here.begun, there.begun) == ({}, {"answer": 1})
+
+    async def test_the_end_of_a_server_ends_its_handlers(self, transport: LookupTransport, face: type[Face]) -> None:
+        handler = Handler()
+        async with face(transport) as client, anyio.create_task_group() as tasks:
+            outcomes: list[Outcome] = []
+
+            async def ask() -> None:
+                outcomes.extend(await client.ask(*(lookup(do="hang", seed=i) for i in range(5)), seconds=1.0))
+
+            with anyio.fail_after(_CLOSE_S):
+                async with transport.serve(handler):
+                    tasks.start_soon(ask)
+                    await _until(lambda: handler.running == 5)
+                assert handler.running == 0
+        assert len(outcomes) == 5
+        assert all(isinstance(o, TransportError) for o in outcomes)
+
+    async def test_an_error_beside_the_server_stays_what_it_is(self, transport: LookupTransport) -> None:
+        error = KeyError("the caller's own")
+        with pytest.raises(KeyError) as caught:
+            async with transport.serve(Handler()), transport.client():
+                raise error
+        assert caught.value is error
+        with anyio.move_on_after(0.05) as scope:
+            async with transport.serve(Handler()), transport.client():
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+
+    # ---- clients come and go
+
+    async def test_cancelled_at_every_await(self, transport: LookupTransport) -> None:
+        handler = Handler()
+        async with transport.serve(handler), AsyncFace(transport) as client:
+            _assert_answered(await client.ask(lookup()), lookup())
+
+            async def call() -> LookupResult:
+                return await client.client.lookup(lookup(do="sleep"), deadline=anyio.current_time() + HANG_S / 2)
+
+            async def after(step: int) -> None:
+                _assert_answered(await client.ask(lookup(1 + step)), lookup(1 + step))
+
+            assert await cancel_everywhere(call, after) > 0
+            await _until(lambda: not handler.running)
+
+    async def test_cancelling_one_leaves_the_others_waiting(self, transport: LookupTransport) -> None:
+        async with transport.serve(Handler()), AsyncFace(transport) as client:
+            requests = [lookup(2 + i, "sleep") for i in range(6)]
+            for victim in range(6):
+                scopes = [anyio.CancelScope() for _ in requests]
+                outcomes: dict[int, LookupResult] = {}
+
+                async def ask(i: int, scopes: list[anyio.CancelScope], into: dict[int, LookupResult]) -> None:
+                    with scopes[i]:
+                        into[i] = await client.client.lookup(requests[i], deadline=anyio.current_time() + HANG_S / 2)
+
+                with anyio.fail_after(HANG_S):
+                    async with anyio.create_task_group() as tasks:
+                        for i in range(6):
+                            tasks.start_soon(ask, i, scopes, outcomes)
+                        await anyio.sleep(0.005)
+                        scopes[victim].cancel()
+                assert outcomes == {i: expected(r) for i, r in enumerate(requests) if i != victim}
+
+    async def test_a_cancelled_ticket_is_never_reported(self, transport: LookupTransport) -> None:
+        async with transport.serve(Handler()), PolledFace(transport) as face:
+            client = face.client
+
+            def work() -> None:
+                for do in ("answer", "sleep", "hang", "raise"):
+                    cancelled = client.submit(lookup(do=do), timeout=0.05)
+                    client.cancel(cancelled)
+                    client.cancel(cancelled)
+                    client.cancel(-1)
+                    assert poll_all(client, [lookup(4)], HANG_S / 2) == [expected(lookup(4))]
+                done = client.submit(lookup(), timeout=HANG_S / 2)
+                time.sleep(0.05)  # its answer is likely to wait for us already
+                client.cancel(done)
+                assert poll_all(client, [lookup(4)], HANG_S / 2) == [expected(lookup(4))]
+                assert list(client.poll(wait=0.1)) == []
+
+            await face.run(work)
+
+    async def test_closing_a_busy_client(self, transport: LookupTransport, face: type[Face]) -> None:
+        handler = Handler()
+        async with transport.serve(handler), face(transport) as bystander:
+            client = face(transport)
+            await client.__aenter__()
+            async with anyio.create_task_group() as tasks:
+                outcomes: list[Outcome] = []
+
+                async def ask() -> None:
+                    if isinstance(client, AsyncFace):
+                        outcomes.extend(await client.ask(*(lookup(do="hang", seed=i) for i in range(5))))
+                    elif isinstance(client, PolledFace):
+                        polled = client.client
+                        await client.run(lambda: [polled.submit(lookup(do="hang"), timeout=1) for _ in range(5)])
+
+                tasks.start_soon(ask)
+                await _until(lambda: handler.running == 5)
+                with anyio.fail_after(_CLOSE_S):
+                    await client.__aexit__(None, None, None)
+            assert {type(o) for o in outcomes} <= {TransportClosed}
+            assert len(outcomes) == (5 if face is AsyncFace else 0)
+            _assert_answered(await bystander.ask(lookup()), lookup())
+
+    async def test_a_client_is_used_between_open_and_close(self, transport: LookupTransport) -> None:
+        async with transport.serve(Handler()):
+            client = transport.client()
+            with pytest.raises(TransportClosed):
+                await client.lookup(lookup(), deadline=anyio.current_time() + 1)
+            async with client:
+                assert await client.lookup(lookup(), deadline=anyio.current_time() + HANG_S) == expected(lookup())
+            with pytest.raises(TransportClosed):
+                await client.lookup(lookup(), deadline=anyio.current_time() + 1)
+            with pytest.raises(TransportClosed):
+                await client.__aenter__()
+            polled = transport.polled_client()
+            polled.close()
+            polled.close()
+            for call in _calls(polled):
+                with pytest.raises(TransportClosed):
+                    call()
+
+    async def test_a_forked_child_is_refused_and_does_no_harm(self, transport: LookupTransport) -> None:
+        async with transport.serve(Handler()), PolledFace(transport) as face, AsyncFace(transport) as other:
+            _assert_answered(await face.ask(lookup()), lookup())
+
+            def fork() -> int:
+                if child := os.fork():
+                    return os.waitpid(child, 0)[1]
+                refused = 0
+                try:
+                    for call in _calls(face.client):
+                        try:
+                            call()
+                        except TransportClosed:
+                            refused += 1
+                    face.client.close()
+                finally:
+                    os._exit(0 if refused == 3 else 1)
+
+            assert await face.run(fork) == 0
+            _assert_answered(await face.ask(lookup(5)), lookup(5))
+            _assert_answered(await other.ask(lookup(6)), lookup(6))
+
+    async def test_open_and_close_leave_nothing_behind(self, transport: LookupTransport) -> None:
+        def counts() -> tuple[int, int]:
+            gc.collect()
+            folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+            return len(os.listdir(folder)), threading.active_count()
+
+        async def cycle(ask: bool) -> None:
+            async with transport.serve(Handler()), transport.client() as client:
+                polled = transport.polled_client()
+                if ask:
+                    await client.lookup(lookup(), deadline=anyio.current_time() + HANG_S)
+                    polled.submit(lookup(), timeout=1)
+                polled.close()
+
+        for _ in range(5):
+            await cycle(True)
+        before = counts()
+        for i in range(self.open_close_cycles):
+            await cycle(i % 10 == 0)
+        after = counts()
+        assert after[0] <= before[0] + 2, "descriptors leak"
+        assert after[1] <= before[1] + 2, "threads leak"
+
+
+def _calls(client: PolledLookupClient) -> list[Callable[[], object]]:
+    return [lambda: client.submit(lookup(), timeout=1), client.poll, lambda: client.cancel(1)]
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(HANG_S):
+        while True:
+            if condition():
+                return
+            await anyio.sleep(0.002)
+
+
+class RemoteTransportConformance(TransportConformance):
+    """Subclass it for a transport between processes. The server's process finds the URL's module on ``sys.path``."""
+
+    @asynccontextmanager
+    async def _server(self, url: str, loop: str) -> AsyncIterator[ServerProcess]:
+        server = await anyio.to_thread.run_sync(ServerProcess, url, loop)
+        with server:
+            yield server
+
+    async def test_a_server_that_is_killed_and_comes_back(self, anyio_backend: str, face: type[Face]) -> None:
+        url = self.url()
+        async with face(create_transport(url)) as client:
+            for _ in range(2):
+                async with self._server(url, anyio_backend) as server:
+                    await until_answered(client)
+                    _assert_answered(await client.ask(lookup(), lookup(5)), lookup(), lookup(5))
+                    async with anyio.create_task_group() as tasks:
+                        outcomes: list[Outcome] = []
+
+                        async def ask(into: list[Outcome]) -> None:
+                            into += await client.ask(*(lookup(do="hang", seed=i) for i in range(20)), seconds=0.5)
+
+                        tasks.start_soon(ask, outcomes)
+                        await anyio.sleep(0.1)
+                        server.kill()
+                    assert len(outcomes) == 20
+                    assert all(isinstance(o, TransportError) for o in outcomes)
+
+    async def test_a_restarted_server_never_sees_old_requests(self, anyio_backend: str, face: type[Face]) -> None:
+        url = self.url()
+        async with face(create_transport(url)) as client:
+            async with self._server(url, anyio_backend):
+                await until_answered(client)
+            outcomes = await client.ask(*(lookup(seed=i) for i in range(20)), seconds=0.1)
+            assert all(isinstance(o, TransportError) for o in outcomes)
+            async with self._server(url, anyio_backend):
+                await until_answered(client)
+                [count] = await client.ask(lookup(do="count"))
+                assert isinstance(count, LookupResult)
+                assert count.hit_length == 0
+
+    async def test_a_frozen_server_drops_what_has_run_out(self, anyio_backend: str, face: type[Face]) -> None:
+        """Frozen, lookups run out of time; thawed, the server handles none of those, and goes on."""
+        url = self.url()
+        async with self._server(url, anyio_backend) as server, face(create_transport(url)) as client:
+            await until_answered(client)
+            server.signal(signal.SIGSTOP)
+            for _ in range(2):
+                outcomes = await client.ask(*(lookup(200, seed=i) for i in range(20)), seconds=0.15)
+                assert {type(o) for o in outcomes} == {LookupTimeout}
+            server.signal(signal.SIGCONT)
+            await until_answered(client)
+            [count] = await client.ask(lookup(do="count"))
+            assert isinstance(count, LookupResult)
+            assert count.hit_length == 0
+            _assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_closing_beside_a_frozen_server(self, anyio_backend: str, face: type[Face]) -> None:
+        url = self.url()
+        async with self._server(url, anyio_backend) as server:
+            client = face(create_transport(url))
+            await client.__aenter__()
+            await until_answered(client)
+            server.signal(signal.SIGSTOP)
+            await client.ask(*(lookup(20_000, seed=i) for i in range(8)), seconds=0.1)
+            with anyio.fail_after(_CLOSE_S):
+                await client.__aexit__(None, None, None)
+
+    async def test_an_address_has_one_server_of_all_processes(self, anyio_backend: str) -> None:
+        url = self.url()
+        transport = create_transport(url)
+        async with self._server(url, anyio_backend), AsyncFace(transport) as client:
+            await until_answered(client)
+            with pytest.raises(TransportError):
+                async with transport.serve(Handler()):
+                    pytest.fail("two servers on one address")
+            _assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_a_process_may_end_without_closing(self, anyio_backend: str) -> None:
+        """Whatever a client forgot does not hold up the end of its process, beside a frozen server too."""
+        url = self.url()
+        program = (
+            "from kvpool.testing._lookups import create_transport, lookup\n"
+            f"client = create_transport({url!r}).polled_client()\n"
+            "for i in range(20): client.submit(lookup(2000, 'hang', seed=i), timeout=30); client.poll(wait=0.005)\n"
+        )
+
+        def run() -> int:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            return subprocess.run([sys.executable, "-c", program], env=environment, timeout=HANG_S).returncode
+
+        async with self._server(url, anyio_backend) as server:
+            assert await anyio.to_thread.run_sync(run) == 0
+            server.signal(signal.SIGSTOP)
+            assert await anyio.to_thread.run_sync(run) == 0
