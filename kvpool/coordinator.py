@@ -47,7 +47,8 @@ class Coordinator:
         """All that the masks and limits allow to ask for a prompt, as one wave; a search asks for a part of it."""
         spec, probes = self.spec, []
         limit = max(min(spec.align(num_tokens), num_hashes * spec.hash_block_size), 0)
-        masks = self.lookup_mask(num_tokens)
+        # With partial hits a later request may resume at any hash block, so no chunk is ruled out.
+        masks = (None,) * len(spec.groups) if spec.partial_hits else self.lookup_mask(num_tokens)
         for i in spec.cached_groups:
             if spec.partial_hits and (spec.groups[i].kind.dense or spec.groups[i].kind is Kind.MAMBA):
                 ids = np.arange(limit // spec.hash_block_size)
@@ -61,7 +62,7 @@ class Coordinator:
         return probes
 
     def lookup_mask(self, num_tokens: int) -> tuple[Mask | None, ...]:
-        """For each group, which chunks of the first ``num_tokens`` a hit can need; None means all of them.
+        """For each group, which chunks of the first ``num_tokens`` a hit on a common block needs; None means all.
 
         bool[n] over the whole chunks of the aligned length; groups that are not cached need none.
         """

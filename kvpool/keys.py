@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,10 +42,8 @@ class Namespace:
     @classmethod
     def of(cls, facts: Mapping[str, Fact]) -> Self:
         """The namespace of these facts. Raises ConfigError, naming the fact, for what JSON cannot hold exactly."""
-        _check(facts, "facts")
-        manifest = json.dumps(
-            {"kvpool": FORMAT_VERSION, "facts": facts}, sort_keys=True, separators=(",", ":"), allow_nan=False
-        )
+        told = {"kvpool": FORMAT_VERSION, "facts": _plain(facts, "facts")}
+        manifest = json.dumps(told, sort_keys=True, separators=(",", ":"))
         return cls(hashlib.blake2b(manifest.encode(), digest_size=16).digest(), manifest)
 
     @property
@@ -63,19 +62,20 @@ class Namespace:
         return self.of({**self.facts, **facts})
 
 
-def _check(value: object, where: str) -> None:
+def _plain(value: object, where: str) -> Fact:
+    """``value`` in the types of JSON, or a ConfigError that says which part has no exact form in it."""
     if isinstance(value, Mapping):
-        for key, inner in value.items():
+        for key in value:
             if not isinstance(key, str):
                 raise ConfigError(f"namespace: {where} has the key {key!r}; keys must be str")
-            _check(inner, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, inner in enumerate(value):
-            _check(inner, f"{where}[{i}]")
-    elif isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return {key: _plain(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"namespace: {where} = {value!r} has no exact JSON form; use a string")
-    elif type(value) not in (type(None), bool, int, float, str):
-        raise ConfigError(f"namespace: {where} is a {type(value).__name__}; facts are None, bool, int, float, str")
+    if value is None or type(value) in (bool, int, float, str):
+        return cast("Fact", value)
+    raise ConfigError(f"namespace: {where} is a {type(value).__name__}; facts are None, bool, int, float, str")
 
 
 class KeySpace:

@@ -147,8 +147,14 @@ class CacheSpec:
 
     @cached_property
     def alignment(self) -> int:
-        """Tokens; every hit length is a multiple of it."""
-        return self.hash_block_size if self.partial_hits else self.common_block
+        """Tokens; every hit length is a multiple of it.
+
+        With partial hits the hash block, but for groups whose chunks are only of use whole.
+        """
+        if not self.partial_hits:
+            return self.common_block
+        whole = [g.block_size for g in self.groups if g.cacheable and not g.kind.dense and g.kind is not Kind.MAMBA]
+        return math.lcm(self.hash_block_size, *whole)
 
     def align(self, num_tokens: int) -> int:
         """``num_tokens`` rounded down to the alignment."""

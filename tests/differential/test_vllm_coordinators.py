@@ -1,0 +1,139 @@
+"""The same questions to kvpool and to the installed vLLM: its store's coordinator, and the engine's own.
+
+Where kvpool answers otherwise on purpose is said in :mod:`tests.unit.test_coordinator_vectors`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvpool.attention import Reuse, reachable
+from kvpool.coordinator import Coordinator
+from kvpool.hashes import chain_hashes
+from kvpool.spec import CacheGroup, CacheSpec, Kind
+from tests.differential.oracle import Oracle, core_coordinator, vllm_spec
+from tests.unit.search_reference import drive, longest_hit, patterns, specs
+from tests.unit.test_coordinator import assert_loadable
+
+MANY = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+
+
+def ints(mask: npt.NDArray[np.bool_] | list[bool] | None) -> list[int] | None:
+    return None if mask is None else np.asarray(mask).astype(int).tolist()
+
+
+@st.composite
+def questions(draw: st.DrawFn, *, chunked: bool = True) -> tuple[CacheSpec, int, dict[int, set[int]]]:
+    """A spec that vLLM takes too, a prompt length and what is stored."""
+    spec = draw(specs(max_groups=3))
+    assume(all(g.cacheable and g.window != 1 for g in spec.groups))
+    # vLLM takes partial hits only if chunks of other kinds than full attention and Mamba are one hash block.
+    assume(not spec.partial_hits or spec.alignment == spec.hash_block_size)
+    if any(g.kind is Kind.CHUNKED_LOCAL for g in spec.groups):
+        # ... and chunked local attention only with one block size for all, spans of whole blocks and no partial hits.
+        # Where a hit ends at the start of a span, its store worker demands a chunk that nobody needs.
+        assume(chunked and not spec.partial_hits and {g.block_size for g in spec.groups} == {spec.common_block})
+        assume(all(g.chunk is None or g.chunk % g.block_size == 0 for g in spec.groups))
+    num_tokens = draw(st.integers(spec.hash_block_size, 8 * spec.common_block + 20))
+    return spec, num_tokens, draw(patterns(spec, num_tokens))
+
+
+@MANY
+@given(questions(chunked=False))
+def test_lookups_agree_with_the_store_coordinator(case: tuple[CacheSpec, int, dict[int, set[int]]]) -> None:
+    spec, num_tokens, stored = case
+    hashes = chain_hashes(range(num_tokens), spec.hash_block_size)
+    oracle = Oracle(spec)
+    for group, ids in stored.items():
+        for i in ids:
+            oracle.store_chunk(group, 0, hashes[i])
+    theirs, boundaries = oracle.lookup(num_tokens, hashes)
+    ours = drive(spec, num_tokens, stored).hit
+    assert_loadable(ours, spec, num_tokens, stored, 0)
+    drops_twice = any(spec.eagle) and any(g.kind is Kind.SLIDING_WINDOW for g in spec.groups)
+    names_above = any(spec.ends_inside(i) for i in range(len(spec.groups)))
+    if ours.length != theirs:
+        assert drops_twice or names_above
+        assert ours.length > theirs
+        assert ours.length == longest_hit(spec, num_tokens, len(hashes), stored)
+    elif ours.length:
+        assert ours.boundaries == tuple(boundaries[i] for i in range(len(spec.groups)))
+        masks = Coordinator(spec).load_mask(theirs)
+        assert [ints(m) for m in masks] == [ints(m) for m in oracle.load_mask(hashes, theirs)]
+
+
+@MANY
+@given(questions(), st.sampled_from([None, 0, 1, 2, 5]), st.integers(0, 200), st.integers(1, 300))
+def test_masks_agree_with_the_store_coordinator(
+    case: tuple[CacheSpec, int, dict[int, set[int]]], retention: int | None, start: int, prompt: int
+) -> None:
+    spec, num_tokens, _ = case
+    interval = None if retention is None else retention * spec.common_block
+    spec = CacheSpec(spec.groups, spec.hash_block_size, spec.use_eagle, interval, spec.partial_hits)
+    coordinator, oracle, length = Coordinator(spec), Oracle(spec), spec.align(num_tokens)
+    for args in ((length, start, prompt), (length, start, None), (length, 0, prompt)):
+        assert [ints(m) for m in coordinator.store_mask(*args)] == [ints(m) for m in oracle.store_mask(*args)]
+    assert [ints(m) for m in coordinator.lookup_mask(length)] == [ints(m) for m in oracle.lookup_mask(length)]
+
+
+@MANY
+@given(questions())
+def test_lookups_agree_with_the_engines_own_prefix_cache(case: tuple[CacheSpec, int, dict[int, set[int]]]) -> None:
+    """The coordinator by which the engine finds hits in its own memory, with a real block pool."""
+    spec, num_tokens, stored = case
+    drops_twice = any(spec.eagle) and any(g.kind is Kind.SLIDING_WINDOW for g in spec.groups)
+    assume(not drops_twice)
+    assume(not spec.partial_hits)  # needs Mamba groups whose block is not a hash block; see the store coordinator
+    if len(spec.groups) == 1:
+        assume(spec.groups[0].block_size == spec.hash_block_size)
+        assume(not any(spec.eagle))  # with one group the engine does not read the block above the last token
+    if any(spec.eagle):  # the engine may also read a block that no aligned lookup covers
+        num_tokens = num_tokens // spec.common_block * spec.common_block
+        assume(num_tokens)
+    hashes = chain_hashes(range(num_tokens), spec.hash_block_size)
+    stored = {g: {i for i in ids if i < len(hashes)} for g, ids in stored.items()}
+    core = core_coordinator(spec, [(g, hashes[i]) for g, ids in stored.items() for i in ids])
+    blocks, length, *_ = core.find_longest_cache_hit([BlockHash(h) for h in hashes], num_tokens - 1)
+    hit = drive(spec, num_tokens, stored).hit
+    assert hit.length == length
+    if length and not any(spec.eagle):
+        masks = [[not b.is_null for b in group] for group in blocks]
+        assert [ints(m) for m in Coordinator(spec).load_mask(length)] == [ints(m) for m in masks]
+
+
+@MANY
+@given(st.data())
+def test_reachable_chunks_agree_with_the_managers(data: st.DataObject) -> None:
+    """Which chunks later hits can use, kind by kind, Mamba states included."""
+    block = data.draw(st.sampled_from([1, 2, 4]))
+    kind = data.draw(st.sampled_from([Kind.FULL, Kind.MLA, Kind.SLIDING_WINDOW, Kind.MAMBA]))
+    group = CacheGroup(
+        kind, block, window=data.draw(st.integers(2, 8 * block)) if kind is Kind.SLIDING_WINDOW else None
+    )
+    common = block * data.draw(st.integers(1, 6))
+    retention = data.draw(st.sampled_from([None, 0, 1, 2, 3]))
+    interval = None if retention is None else retention * common
+    first = data.draw(st.integers(0, 30))
+    end = first + data.draw(st.integers(0, 40))
+    places = tuple(data.draw(st.lists(st.integers(0, 80 * block), max_size=3)))
+    eagle = data.draw(st.booleans())
+    manager: Any = KVCacheSpecRegistry.get_manager_class(vllm_spec(group))
+    theirs = manager.reachable_block_mask(
+        start_block=first,
+        end_block=end,
+        alignment_tokens=common,
+        kv_cache_spec=vllm_spec(group),
+        use_eagle=eagle,
+        retention_interval=interval,
+        reachable_boundaries=places,
+    )
+    assert ints(reachable(group, first, end, Reuse(common, eagle, interval, places))) == ints(theirs)
