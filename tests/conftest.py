@@ -17,16 +17,21 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without vLLM these folders cannot be imported: leave them out if ``-m`` does, else say what is missing."""
-    if collection_path not in VLLM_FOLDERS or find_spec("vllm"):
-        return None
-    if "not vllm" in str(config.getoption("markexpr")):
-        return True
-    raise pytest.UsageError(
-        f"{collection_path}: these tests need the real vLLM, which is not installed: `make test` installs it (for "
-        "CPUs); `make test-fast` or -m 'not vllm' leaves them out"
-    )
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests that were asked for and need vLLM cannot go unnoticed where there is none."""
+    if find_spec("vllm") or "not vllm" in str(config.getoption("markexpr")):
+        return
+    asked = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
+    if any(path.is_relative_to(folder) or folder.is_relative_to(path) for path in asked for folder in VLLM_FOLDERS):
+        raise pytest.UsageError(
+            "some of these tests need the real vLLM, which is not installed: `make test` installs it (for CPUs); "
+            "`make test-fast` or -m 'not vllm' leaves them out"
+        )
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without vLLM these folders cannot even be imported."""
+    return True if collection_path in VLLM_FOLDERS and not find_spec("vllm") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
