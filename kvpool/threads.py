@@ -80,7 +80,9 @@ class _Call(Generic[T]):
 
     def over(self) -> bool:
         """Whether ``fn`` has ended, or now never begins."""
-        return self._ended or self._claim.acquire(blocking=False)
+        if not self._ended and self._claim.acquire(blocking=False):
+            self._ended = True
+        return self._ended
 
 
 #: How ``Threads.run`` makes its calls in this context: with the Threads, the function and its arguments.
