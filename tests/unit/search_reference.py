@@ -7,13 +7,13 @@ group: the state) lie in chunks that are present. It is a multiple of the alignm
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 
-from kvpool.coordinator import Coordinator, Hit
+from kvpool.coordinator import Coordinator, Hit, Probe
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, Presence
 
@@ -89,8 +89,9 @@ def drive(
     num_hashes: int | None = None,
     local_tokens: int = 0,
     absent: int = ABSENT,
+    on_probe: Callable[[Probe], object] = lambda probe: None,
 ) -> Trace:
-    """Run a search against a dict."""
+    """Run a search against a dict; ``on_probe`` sees each probe."""
     count = num_tokens // spec.hash_block_size if num_hashes is None else num_hashes
     search = Coordinator(spec).search(num_tokens, count, local_tokens=local_tokens)
     waves = []
@@ -99,6 +100,8 @@ def drive(
         while True:
             assert probes, "an empty wave"
             assert len({p.group for p in probes}) == len(probes), "one probe a group and wave"
+            for probe in probes:
+                on_probe(probe)
             waves.append([(p.group, i) for p in probes for i in p.hash_ids.tolist()])
             answers: list[Presence] = [
                 np.array([PRESENT if i in stored[p.group] else absent for i in p.hash_ids.tolist()], np.uint8)

@@ -147,14 +147,11 @@ class TestMasksBeforeHashes:
 
     def test_a_search_reads_what_it_probes_and_no_more(self) -> None:
         space, hashes = KeySpace(NAMESPACE, self.SPEC), Recorded(12)
-        search = Coordinator(self.SPEC).search(97, 12)
-        with pytest.raises(StopIteration) as done:
-            probes = next(search)
-            while True:
-                for probe in probes:
-                    space.keys(probe.group, 0, hashes, probe.hash_ids)
-                probes = search.send([np.ones(len(p.hash_ids), np.uint8) for p in probes])
-        assert done.value.value == Hit(96, (96, 96))
+        everywhere = {0: set(range(12)), 1: set(range(12))}
+        trace = drive(
+            self.SPEC, 97, everywhere, on_probe=lambda probe: space.keys(probe.group, 0, hashes, probe.hash_ids)
+        )
+        assert trace.hit == Hit(96, (96, 96))
         assert sorted(hashes.read) == [3, 7, 11, 11], "the dense group three chunks, the sliding window its tail"
 
     @pytest.mark.parametrize("start", [0, 32, 64])
