@@ -26,8 +26,6 @@ __all__ = ["FailedKeys", "Outcome", "StoreCalls"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: A store that honours deadlines answers this soon after one; then its call is left behind.
-DEADLINE_GRACE_S = 0.1
 #: So many calls left behind that still run mean that the store is wedged: further calls fail at once.
 MAX_LEFT_BEHIND = 32
 
@@ -50,9 +48,13 @@ class _Call(Generic[T]):
 
 
 class StoreCalls:
-    """Runs a pool's store calls in ``tasks``; used from one event loop."""
+    """Runs a pool's store calls in ``tasks``; used from one event loop.
 
-    def __init__(self, tasks: anyio.abc.TaskGroup, counters: Counters) -> None:
+    ``grace``: a store that honours deadlines answers so many seconds after one; then its call is left behind.
+    """
+
+    def __init__(self, tasks: anyio.abc.TaskGroup, counters: Counters, *, grace: float) -> None:
+        self._grace = grace
         self._tasks = tasks
         self._counters = counters
         self.left_behind = 0  #: calls that still run though nobody waits for them
@@ -67,7 +69,7 @@ class StoreCalls:
         call: _Call[T] = _Call(lease)
         self._tasks.start_soon(self._run, call, fn, deadline)
         try:
-            with move_on_at(deadline + DEADLINE_GRACE_S):
+            with move_on_at(deadline + self._grace):
                 await call.done.wait()
         finally:
             if not call.done.is_set():
@@ -83,7 +85,7 @@ class StoreCalls:
     async def _run(self, call: _Call[T], fn: Callable[[], Awaitable[T]], deadline: float) -> None:
         call.outcome.late = True
         try:
-            with move_on_at(deadline + DEADLINE_GRACE_S):
+            with move_on_at(deadline + self._grace):
                 call.outcome.result = await fn()
                 call.outcome.late = False
         except Exception as error:

@@ -134,7 +134,7 @@ class KVPool:
             stack.callback(self.staging.close)
             await stack.enter_async_context(self.store)
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
-            self._calls = StoreCalls(self._tasks, self.counters)
+            self._calls = StoreCalls(self._tasks, self.counters, grace=self.config.deadline_grace_s)
             self._stack = stack.pop_all()
         self._closed = False
         return self

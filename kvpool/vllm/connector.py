@@ -57,7 +57,8 @@ class KVPoolConnector(KVConnectorBase_V1):
         self._config = Config.load(transfer.kv_connector_extra_config)
         create_store(self._config.store)  # wrong options stop both halves at start; nothing is opened here
         self._spec = cache_spec(vllm_config, kv_cache_config)
-        url = self._config.transport or _private_url(vllm_config)
+        transport = {"url": self._config.transport or _private_url(vllm_config), "codec": self._config.codec}
+        create_transport(transport)
         self._work: StepWork | None = None
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
@@ -74,13 +75,13 @@ class KVPoolConnector(KVConnectorBase_V1):
                 self._spec,
                 _namespace(vllm_config, kv_cache_config, self._config),
                 hash_scheme(vllm_config),
-                create_transport(url).polled_client(),
+                create_transport(transport).polled_client(),
                 reads=transfer.is_kv_consumer,
                 writes=transfer.is_kv_producer,
                 epoch=_epoch(self._config),
             )
         else:
-            self.worker = WorkerSide(self._config, self._spec, url)
+            self.worker = WorkerSide(self._config, self._spec, transport)
 
     @property
     def requires_kv_delivery(self) -> bool:

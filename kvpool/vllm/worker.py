@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
@@ -76,11 +76,11 @@ async def serve_pool(
     spec: CacheSpec,
     layouts: Sequence[BlockLayout],
     spaces: _Spaces,
-    transport_url: str,
+    transport: Mapping[str, str],
     counters: Counters,
 ) -> AsyncIterator[KVPool]:
     """The life of a worker's event loop: a pool on its store, and a server that answers the scheduler's lookups."""
-    transport = create_transport(transport_url)
+    lookups = create_transport(transport)
     namespace = Namespace.of({"spaces": "named by each job"})
     store = create_store(config.store)
     pool = KVPool(store, spec=spec, namespace=namespace, layouts=layouts, config=config, counters=counters)
@@ -90,17 +90,17 @@ async def serve_pool(
         hit = await pool.lookup(request.hashes, request.num_tokens, local_tokens=request.local_tokens, keyspace=space)
         return LookupResult(hit.length, hit.boundaries, request.epoch, config.max_age_s)
 
-    async with pool, transport.serve(answer):
+    async with pool, lookups.serve(answer):
         yield pool
 
 
 class WorkerSide:
     """One rank's worker. Call :meth:`start` once the block memory is known."""
 
-    def __init__(self, config: Config, spec: CacheSpec, transport_url: str) -> None:
+    def __init__(self, config: Config, spec: CacheSpec, transport: Mapping[str, str]) -> None:
         self._config = config
         self._spec = spec
-        self._transport_url = transport_url
+        self._transport = transport
         self._namespace: Namespace | None = None
         self._epoch = b""
         self._loads: dict[int, Job] = {}
@@ -120,9 +120,7 @@ class WorkerSide:
         digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
         logger.info("kvpool: worker serves %d groups, block layout %s", len(layouts), digest)
         self._portal = Portal(
-            partial(
-                serve_pool, self._config, self._spec, self.layouts, self._spaces, self._transport_url, self._counters
-            ),
+            partial(serve_pool, self._config, self._spec, self.layouts, self._spaces, self._transport, self._counters),
             backend=self._config.event_loop,
         )
         self._portal.submit(_hello, token=("hello", 0))
