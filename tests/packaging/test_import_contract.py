@@ -51,6 +51,7 @@ def test_the_contract_is_kept(copy: Path) -> None:
         ("protocols", "kvpool/backends/anything.py", "import kvpool.protocols.binary"),
         ("outer", "kvpool/anything.py", "import kvpool.vllm"),
         ("outer", "kvpool/backends/anything.py", "import kvpool.vllm"),
+        ("command-line", "kvpool/anything.py", "import kvpool.replay.trace"),
         ("below-the-pool", "kvpool/backends/anything.py", "import kvpool.pool"),
         ("engines", "kvpool/anything.py", "def f() -> None:\n    import torch"),
         ("engines", "kvpool/attention/anything.py", "import vllm.config"),
