@@ -6,4 +6,5 @@ The suites need ``pip install 'kvpool[testing]'``; :mod:`kvpool.testing.faults` 
 import sys
 
 if "pytest" in sys.modules:  # failing assertions in a suite then show their values, as in the test files that use it
-    sys.modules["pytest"].register_assert_rewrite("kvpool.testing.stores", "kvpool.testing.store_machine")
+    _suites = ("stores", "store_machine", "_store_suite", "_store_values", "_store_life", "transports", "codecs")
+    sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{name}" for name in _suites))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool.store import ABSENT, PRESENT, Status, Store, SupportsClear, SupportsScan
-
-if TYPE_CHECKING:
-    from kvpool.testing.stores import StoreConformance
+from kvpool.testing._store_suite import StoreSuite, get, put
 
 __all__ = ["machine_for"]
 
@@ -29,9 +27,8 @@ _value = st.builds(lambda size, fill: bytes([fill]) * size, st.sampled_from(SIZE
 _items = st.lists(st.tuples(st.sampled_from(KEYS), _value), max_size=6)
 
 
-def machine_for(suite: StoreConformance[Any], loop: str) -> type[RuleBasedStateMachine]:
+def machine_for(suite: StoreSuite[Any], loop: str) -> type[RuleBasedStateMachine]:
     """The machine that drives the suite's store on one event loop."""
-    from kvpool.testing.stores import get, put
 
     class StoreMachine(RuleBasedStateMachine):
         def __init__(self) -> None:

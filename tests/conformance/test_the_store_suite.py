@@ -187,7 +187,7 @@ def test_a_mistake_is_found(broken: type[MemoryStore], test: str, loop: str, mon
         def place(self) -> Iterator[str]:
             yield f"mistake-{next(_names)}"
 
-    monkeypatch.setattr("kvpool.testing.stores._HANG_S", 0.3)
+    monkeypatch.setattr("kvpool.testing._store_life.HANG_S", 0.3)
     suite = Suite()
     with suite.place() as place, pytest.raises((AssertionError, TimeoutError, ExceptionGroup, pytest.fail.Exception)):
         anyio.run(getattr(suite, test), place, backend=loop)
