@@ -72,3 +72,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             titles = re.findall(r"^#+ (.*)$", FENCE.sub("", target.read_text()), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in anchors, link
+
+
+def test_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name})" not in index]
+    assert missing == ["index.md"]
+
+
+def test_architecture_names_every_room() -> None:
+    """Modules of the core, stores and protocols; private ones are their owner's business."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = [path.stem for path in (ROOT / "kvpool").glob("[a-z]*.py")]
+    rooms += [f"{path.parent.name}/" for path in (ROOT / "kvpool").glob("[a-z]*/__init__.py")]
+    rooms += [path.stem for path in ROOT.glob("backends/[a-z]*.py")] + [p.stem for p in ROOT.glob("protocols/[a-z]*.py")]
+    assert [room for room in rooms if f"`{room}`" not in text] == []
