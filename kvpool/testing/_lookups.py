@@ -24,6 +24,7 @@ from kvpool.registry import create_transport
 from kvpool.transport import LookupRequest, LookupResult, LookupTransport, PolledLookupClient
 
 __all__ = [
+    "CLOSE_S",
     "HANG_S",
     "NAMESPACE",
     "AsyncFace",
@@ -32,6 +33,7 @@ __all__ = [
     "Outcome",
     "PolledFace",
     "ServerProcess",
+    "assert_answered",
     "expected",
     "lookup",
     "poll_all",
@@ -44,6 +46,8 @@ T = TypeVar("T")
 NAMESPACE = b"conformance-test"
 #: No call of the suite takes as long unless it hangs.
 HANG_S = 60.0
+#: A transport closes within this time, whether its peers live or not.
+CLOSE_S = 5.0
 
 
 def lookup(num_hashes: int = 3, do: str = "answer", *, seed: int = 0, namespace: bytes = NAMESPACE) -> LookupRequest:
@@ -56,6 +60,11 @@ def expected(request: LookupRequest) -> LookupResult:
     """The answer to a request: it proves that every byte of the hashes has arrived."""
     digest = xxhash.xxh64_intdigest(request.hashes.view) >> 32
     return LookupResult(len(request.hashes), (digest, request.local_tokens), request.epoch, 0.5)
+
+
+def assert_answered(outcomes: list[Outcome], *requests: LookupRequest) -> None:
+    """Each request has its own answer, in the order of the requests."""
+    assert outcomes == [expected(r) for r in requests]
 
 
 class Handler:

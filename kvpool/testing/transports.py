@@ -2,11 +2,11 @@
 
 ::
 
-    class TestMyTransport(RemoteTransportConformance):
+    class TestMyTransport(TransportConformance):
         def url(self): return f"my_pkg.mod:MyTransport?name={uuid4()}"
 
-:class:`TransportConformance` is for a transport within one process, :class:`RemoteTransportConformance` for one between
-processes: it also kills, freezes and restarts servers. Needs pytest and trio: ``pip install 'kvpool[testing]'``.
+For a transport between processes, subclass :class:`~kvpool.testing.remote_transports.RemoteTransportConformance`, which
+adds to these tests. Needs pytest and trio: ``pip install 'kvpool[testing]'``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -31,6 +27,7 @@ from kvpool.errors import LookupTimeout, ProtocolMismatch, TransportClosed, Tran
 from kvpool.hashes import BlockHashes
 from kvpool.registry import create_transport
 from kvpool.testing._lookups import (
+    CLOSE_S,
     HANG_S,
     NAMESPACE,
     AsyncFace,
@@ -38,7 +35,7 @@ from kvpool.testing._lookups import (
     Handler,
     Outcome,
     PolledFace,
-    ServerProcess,
+    assert_answered,
     expected,
     lookup,
     poll_all,
@@ -47,14 +44,7 @@ from kvpool.testing._lookups import (
 from kvpool.testing.cancel import cancel_everywhere
 from kvpool.transport import LookupRequest, LookupResult, LookupTransport, PolledLookupClient
 
-__all__ = ["RemoteTransportConformance", "TransportConformance"]
-
-#: A transport closes within this time, whether its peers live or not.
-_CLOSE_S = 5.0
-
-
-def _assert_answered(outcomes: list[Outcome], *requests: LookupRequest) -> None:
-    assert outcomes == [expected(r) for r in requests]
+__all__ = ["TransportConformance"]
 
 
 class TransportConformance:
@@ -88,12 +78,12 @@ class TransportConformance:
         """100 in flight, some slow and some quick; each answer proves which bytes the server read."""
         requests = [lookup(1 + i, "sleep" if i % 3 else "answer", seed=i) for i in range(100)]
         async with transport.serve(Handler()), face(transport) as client:
-            _assert_answered(await client.ask(*requests), *requests)
+            assert_answered(await client.ask(*requests), *requests)
 
     async def test_no_hashes_and_very_many(self, transport: LookupTransport, face: type[Face]) -> None:
         requests = [replace(lookup(), hashes=BlockHashes(scheme="chained")), lookup(18_064), lookup(1)]
         async with transport.serve(Handler()), face(transport) as client:
-            _assert_answered(await client.ask(*requests), *requests)
+            assert_answered(await client.ask(*requests), *requests)
 
     async def test_every_field_arrives(self, transport: LookupTransport, face: type[Face]) -> None:
         seen: list[LookupRequest] = []
@@ -115,7 +105,7 @@ class TransportConformance:
             async with face(transport) as client:
                 for i in range(5):
                     requests = [lookup(2, "sleep", seed=100 * n + 10 * i + j) for j in range(3)]
-                    _assert_answered(await client.ask(*requests), *requests)
+                    assert_answered(await client.ask(*requests), *requests)
 
         async with transport.serve(Handler()), anyio.create_task_group() as tasks:
             for n in range(8):
@@ -137,7 +127,7 @@ class TransportConformance:
     async def test_a_pickled_transport_means_the_same_address(self, transport: LookupTransport) -> None:
         copy = pickle.loads(pickle.dumps(transport))
         async with transport.serve(Handler()), AsyncFace(copy) as client:
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
 
     # ---- no answer
 
@@ -151,7 +141,7 @@ class TransportConformance:
             assert "LookupError" in str(errors[0])
             assert "no shelf for this book" in str(errors[0])
             assert answer == expected(lookup())
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
 
     async def test_a_handler_that_hangs_is_stopped_at_the_deadline(
         self, transport: LookupTransport, face: type[Face]
@@ -162,13 +152,13 @@ class TransportConformance:
             assert isinstance(hung, LookupTimeout)
             assert answer == expected(lookup())
             await _until(lambda: not handler.running)
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
 
     async def test_many_that_hang_do_not_end_the_service(self, transport: LookupTransport, face: type[Face]) -> None:
         async with transport.serve(Handler()), face(transport) as client:
             outcomes = await client.ask(*(lookup(do="hang", seed=i) for i in range(300)), seconds=0.3)
             assert {type(o) for o in outcomes} == {LookupTimeout}
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
 
     async def test_late_answers_are_dropped(self, transport: LookupTransport, face: type[Face]) -> None:
         handler = Handler()
@@ -176,16 +166,16 @@ class TransportConformance:
             for i in range(3):
                 [late] = await client.ask(lookup(do="stubborn"), seconds=0.02)
                 assert isinstance(late, LookupTimeout)
-                _assert_answered(await client.ask(lookup(seed=i)), lookup(seed=i))
+                assert_answered(await client.ask(lookup(seed=i)), lookup(seed=i))
             await _until(lambda: not handler.running)
-            _assert_answered(await client.ask(lookup(2), lookup(4)), lookup(2), lookup(4))
+            assert_answered(await client.ask(lookup(2), lookup(4)), lookup(2), lookup(4))
 
     async def test_no_time_at_all(self, transport: LookupTransport, face: type[Face]) -> None:
         async with transport.serve(Handler()), face(transport) as client:
             for timeout in (0.0, -1.0):
                 [outcome] = await client.ask(lookup(do="hang"), seconds=timeout)
                 assert isinstance(outcome, LookupTimeout)
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
 
     async def test_another_namespace_is_refused_by_name(self, transport: LookupTransport, face: type[Face]) -> None:
         handler, other = Handler(), b"another-model-16"
@@ -206,7 +196,7 @@ class TransportConformance:
             for _ in range(3):
                 async with transport.serve(Handler()):
                     await until_answered(client)
-                    _assert_answered(await client.ask(lookup(), lookup(9)), lookup(), lookup(9))
+                    assert_answered(await client.ask(lookup(), lookup(9)), lookup(), lookup(9))
                 [error] = await client.ask(lookup(), seconds=0.05)
                 assert isinstance(error, TransportError)
 
@@ -220,7 +210,7 @@ class TransportConformance:
                 await until_answered(client)
                 outcomes = await client.ask(*requests, seconds=0.2)
                 assert all(isinstance(o, TransportError) for o in outcomes)
-                _assert_answered(await client.ask(lookup()), lookup())
+                assert_answered(await client.ask(lookup()), lookup())
 
     async def test_an_address_has_one_server(self, transport: LookupTransport) -> None:
         first, second = Handler(), Handler()
@@ -231,27 +221,27 @@ class TransportConformance:
             with pytest.raises(TransportError):
                 async with pickle.loads(pickle.dumps(transport)).serve(second):
                     pytest.fail("two servers on one address")
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
         async with transport.serve(second), AsyncFace(transport) as client:
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
         assert (first.begun, second.begun) == ({"answer": 1}, {"answer": 1})
 
     async def test_two_addresses_do_not_meet(self, transport: LookupTransport, face: type[Face]) -> None:
         other = create_transport(self.url())
         here, there = Handler(), Handler()
         async with transport.serve(here), other.serve(there), face(other) as client:
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
         assert (here.begun, there.begun) == ({}, {"answer": 1})
 
     async def test_the_end_of_a_server_ends_its_handlers(self, transport: LookupTransport, face: type[Face]) -> None:
         handler = Handler()
+        outcomes: list[Outcome] = []
         async with face(transport) as client, anyio.create_task_group() as tasks:
-            outcomes: list[Outcome] = []
 
             async def ask() -> None:
                 outcomes.extend(await client.ask(*(lookup(do="hang", seed=i) for i in range(5)), seconds=1.0))
 
-            with anyio.fail_after(_CLOSE_S):
+            with anyio.fail_after(CLOSE_S):
                 async with transport.serve(handler):
                     tasks.start_soon(ask)
                     await _until(lambda: handler.running == 5)
@@ -275,13 +265,13 @@ class TransportConformance:
     async def test_cancelled_at_every_await(self, transport: LookupTransport) -> None:
         handler = Handler()
         async with transport.serve(handler), AsyncFace(transport) as client:
-            _assert_answered(await client.ask(lookup()), lookup())
+            assert_answered(await client.ask(lookup()), lookup())
 
             async def call() -> LookupResult:
                 return await client.client.lookup(lookup(do="sleep"), deadline=anyio.current_time() + HANG_S / 2)
 
             async def after(step: int) -> None:
-                _assert_answered(await client.ask(lookup(1 + step)), lookup(1 + step))
+                assert_answered(await client.ask(lookup(1 + step)), lookup(1 + step))
 
             assert await cancel_everywhere(call, after) > 0
             await _until(lambda: not handler.running)
@@ -329,8 +319,8 @@ class TransportConformance:
         async with transport.serve(handler), face(transport) as bystander:
             client = face(transport)
             await client.__aenter__()
+            outcomes: list[Outcome] = []
             async with anyio.create_task_group() as tasks:
-                outcomes: list[Outcome] = []
 
                 async def ask() -> None:
                     if isinstance(client, AsyncFace):
@@ -341,11 +331,11 @@ class TransportConformance:
 
                 tasks.start_soon(ask)
                 await _until(lambda: handler.running == 5)
-                with anyio.fail_after(_CLOSE_S):
+                with anyio.fail_after(CLOSE_S):
                     await client.__aexit__(None, None, None)
             assert {type(o) for o in outcomes} <= {TransportClosed}
             assert len(outcomes) == (5 if face is AsyncFace else 0)
-            _assert_answered(await bystander.ask(lookup()), lookup())
+            assert_answered(await bystander.ask(lookup()), lookup())
 
     async def test_a_client_is_used_between_open_and_close(self, transport: LookupTransport) -> None:
         async with transport.serve(Handler()):
@@ -367,7 +357,7 @@ class TransportConformance:
 
     async def test_a_forked_child_is_refused_and_does_no_harm(self, transport: LookupTransport) -> None:
         async with transport.serve(Handler()), PolledFace(transport) as face, AsyncFace(transport) as other:
-            _assert_answered(await face.ask(lookup()), lookup())
+            assert_answered(await face.ask(lookup()), lookup())
 
             def fork() -> int:
                 if child := os.fork():
@@ -384,8 +374,8 @@ class TransportConformance:
                     os._exit(0 if refused == 3 else 1)
 
             assert await face.run(fork) == 0
-            _assert_answered(await face.ask(lookup(5)), lookup(5))
-            _assert_answered(await other.ask(lookup(6)), lookup(6))
+            assert_answered(await face.ask(lookup(5)), lookup(5))
+            assert_answered(await other.ask(lookup(6)), lookup(6))
 
     async def test_open_and_close_leave_nothing_behind(self, transport: LookupTransport) -> None:
         def counts() -> tuple[int, int]:
@@ -421,100 +411,3 @@ async def _until(condition: Callable[[], bool]) -> None:
             if condition():
                 return
             await anyio.sleep(0.002)
-
-
-class RemoteTransportConformance(TransportConformance):
-    """Subclass it for a transport between processes. The server's process finds the URL's module on ``sys.path``."""
-
-    @asynccontextmanager
-    async def _server(self, url: str, loop: str) -> AsyncIterator[ServerProcess]:
-        server = await anyio.to_thread.run_sync(ServerProcess, url, loop)
-        with server:
-            yield server
-
-    async def test_a_server_that_is_killed_and_comes_back(self, anyio_backend: str, face: type[Face]) -> None:
-        url = self.url()
-        async with face(create_transport(url)) as client:
-            for _ in range(2):
-                async with self._server(url, anyio_backend) as server:
-                    await until_answered(client)
-                    _assert_answered(await client.ask(lookup(), lookup(5)), lookup(), lookup(5))
-                    async with anyio.create_task_group() as tasks:
-                        outcomes: list[Outcome] = []
-
-                        async def ask(into: list[Outcome]) -> None:
-                            into += await client.ask(*(lookup(do="hang", seed=i) for i in range(20)), seconds=0.5)
-
-                        tasks.start_soon(ask, outcomes)
-                        await anyio.sleep(0.1)
-                        server.kill()
-                    assert len(outcomes) == 20
-                    assert all(isinstance(o, TransportError) for o in outcomes)
-
-    async def test_a_restarted_server_never_sees_old_requests(self, anyio_backend: str, face: type[Face]) -> None:
-        url = self.url()
-        async with face(create_transport(url)) as client:
-            async with self._server(url, anyio_backend):
-                await until_answered(client)
-            outcomes = await client.ask(*(lookup(seed=i) for i in range(20)), seconds=0.1)
-            assert all(isinstance(o, TransportError) for o in outcomes)
-            async with self._server(url, anyio_backend):
-                await until_answered(client)
-                [count] = await client.ask(lookup(do="count"))
-                assert isinstance(count, LookupResult)
-                assert count.hit_length == 0
-
-    async def test_a_frozen_server_drops_what_has_run_out(self, anyio_backend: str, face: type[Face]) -> None:
-        """Frozen, lookups run out of time; thawed, the server handles none of those, and goes on."""
-        url = self.url()
-        async with self._server(url, anyio_backend) as server, face(create_transport(url)) as client:
-            await until_answered(client)
-            server.signal(signal.SIGSTOP)
-            for _ in range(2):
-                outcomes = await client.ask(*(lookup(200, seed=i) for i in range(20)), seconds=0.15)
-                assert {type(o) for o in outcomes} == {LookupTimeout}
-            server.signal(signal.SIGCONT)
-            await until_answered(client)
-            [count] = await client.ask(lookup(do="count"))
-            assert isinstance(count, LookupResult)
-            assert count.hit_length == 0
-            _assert_answered(await client.ask(lookup()), lookup())
-
-    async def test_closing_beside_a_frozen_server(self, anyio_backend: str, face: type[Face]) -> None:
-        url = self.url()
-        async with self._server(url, anyio_backend) as server:
-            client = face(create_transport(url))
-            await client.__aenter__()
-            await until_answered(client)
-            server.signal(signal.SIGSTOP)
-            await client.ask(*(lookup(20_000, seed=i) for i in range(8)), seconds=0.1)
-            with anyio.fail_after(_CLOSE_S):
-                await client.__aexit__(None, None, None)
-
-    async def test_an_address_has_one_server_of_all_processes(self, anyio_backend: str) -> None:
-        url = self.url()
-        transport = create_transport(url)
-        async with self._server(url, anyio_backend), AsyncFace(transport) as client:
-            await until_answered(client)
-            with pytest.raises(TransportError):
-                async with transport.serve(Handler()):
-                    pytest.fail("two servers on one address")
-            _assert_answered(await client.ask(lookup()), lookup())
-
-    async def test_a_process_may_end_without_closing(self, anyio_backend: str) -> None:
-        """Whatever a client forgot does not hold up the end of its process, beside a frozen server too."""
-        url = self.url()
-        program = (
-            "from kvpool.testing._lookups import create_transport, lookup\n"
-            f"client = create_transport({url!r}).polled_client()\n"
-            "for i in range(20): client.submit(lookup(2000, 'hang', seed=i), timeout=30); client.poll(wait=0.005)\n"
-        )
-
-        def run() -> int:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            return subprocess.run([sys.executable, "-c", program], env=environment, timeout=HANG_S).returncode
-
-        async with self._server(url, anyio_backend) as server:
-            assert await anyio.to_thread.run_sync(run) == 0
-            server.signal(signal.SIGSTOP)
-            assert await anyio.to_thread.run_sync(run) == 0

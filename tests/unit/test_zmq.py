@@ -308,6 +308,7 @@ async def test_a_client_survives_whatever_comes_in(anyio_backend: str) -> None:
         async with AsyncFace(transport) as client:
             wire, good = ServerWire(BinaryCodec()), lookup()
             outcomes: list[object] = []
+            peer = b""
 
             async def ask() -> None:
                 outcomes.extend(await client.ask(good, good))
