@@ -107,6 +107,9 @@ class BlockHashes(Sequence[bytes]):
         end = self._count + len(new)
         if not len(new):
             return
+        if not self._count and isinstance(flat, bytes):  # nothing to append to: keep what was joined just now
+            self._rows, self._count = new, end
+            return
         if end > len(self._rows) or not self._rows.flags.writeable or not self._rows.flags.c_contiguous:
             grown = np.empty((max(end, 2 * self._count, 64), self.hash_len), np.uint8)  # doubling: appends stay linear
             grown[: self._count] = self._rows[: self._count]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -69,6 +70,53 @@ def test_lookups_agree_with_the_store_coordinator(case: tuple[CacheSpec, int, di
         assert ours.boundaries == tuple(boundaries[i] for i in range(len(spec.groups)))
         masks = Coordinator(spec).load_mask(theirs)
         assert [ints(m) for m in masks] == [ints(m) for m in oracle.load_mask(hashes, theirs)]
+
+
+def sliding(block: int, tokens: int) -> CacheGroup:
+    return CacheGroup(Kind.SLIDING_WINDOW, block, window=tokens)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_tokens", "stored", "ours", "theirs"),
+    [
+        pytest.param(
+            CacheSpec((CacheGroup(Kind.FULL, 16), sliding(8, 48)), 8, use_eagle=True),
+            62,
+            {0: {1, 3, 5}, 1: set(range(7))},
+            32,
+            16,
+            id="eagle drops twice",
+        ),
+        pytest.param(
+            CacheSpec((CacheGroup(Kind.FULL, 8), sliding(8, 1)), 8),
+            62,
+            {0: {0, 1, 2}, 1: {2}},
+            24,
+            0,
+            id="a window of one never hits",
+        ),
+        pytest.param(
+            CacheSpec((CacheGroup(Kind.FULL, 8), CacheGroup(Kind.MAMBA, 8)), 4, partial_hits=True),
+            16,
+            {0: {1, 3}, 1: {0, 1, 2, 3}},
+            12,
+            8,
+            id="later names are forgotten",
+        ),
+    ],
+)
+def test_the_documented_differences(
+    spec: CacheSpec, num_tokens: int, stored: dict[int, set[int]], ours: int, theirs: int
+) -> None:
+    """The examples of docs/hit-search.md."""
+    hashes, oracle = chain_hashes(range(num_tokens), spec.hash_block_size), Oracle(spec)
+    for group, ids in stored.items():
+        for i in ids:
+            oracle.store_chunk(group, 0, hashes[i])
+    hit = drive(spec, num_tokens, stored).hit
+    assert (hit.length, oracle.lookup(num_tokens, hashes)[0]) == (ours, theirs)
+    assert hit.length == longest_hit(spec, num_tokens, len(hashes), stored)
+    assert_loadable(hit, spec, num_tokens, stored, 0)
 
 
 @MANY
