@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import anyio
 import pytest
@@ -211,9 +212,11 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.anyio
-async def test_curve_lets_in_who_is_known(anyio_backend: str, keys: Path) -> None:
+@pytest.mark.parametrize("scheme", ["zmq+ipc", "zmq+tcp"])
+async def test_curve_lets_in_who_is_known(anyio_backend: str, keys: Path, scheme: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        place = f"zmq+tcp://127.0.0.1:{free.getsockname()[1]}"
+        port = free.getsockname()[1]
+    place = f"zmq+tcp://127.0.0.1:{port}" if scheme == "zmq+tcp" else f"zmq+ipc://{uuid4().hex}"
     handler = Handler()
     server = transport_at(f"{place}?curve_keys={keys}/server.key_secret&curve_clients={keys}/friends")
     friend = transport_at(f"{place}?curve_keys={keys}/friend.key_secret&curve_server={keys}/server.key")
