@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvpool.config import Config
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 FIRST_EPOCH = bytes(16)
 
 
-class KVPoolConnector(KVConnectorBase_V1):
+class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares the engine's KV blocks through a kvpool store.
 
     Configured by ``kv_connector_extra_config``: every field of :class:`kvpool.config.Config`. A mistake there, or an
@@ -113,6 +115,12 @@ class KVPoolConnector(KVConnectorBase_V1):
         self._scheduler.forget(request.request_id)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.forget(request.request_id)
+        return False, None
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_saves()
 
@@ -147,11 +155,13 @@ class KVPoolConnector(KVConnectorBase_V1):
         if self._work is not None:
             self._worker.submit(self._work)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._work is not None:
             self._worker.collect(self._work)
             self._work = None
-        return None, self._worker.take_received() or None
+        return KVConnectorTransferResults(
+            finished_recving=self._worker.take_received(), failed_recving=self._worker.take_failed()
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_invalid()

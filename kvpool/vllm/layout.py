@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvpool.errors import LayoutError, UnsupportedError
 from kvpool.keys import Fact
@@ -17,18 +26,52 @@ from kvpool.spec import CacheGroup, CacheSpec, Kind
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_KINDS: dict[type, Kind] = {
+    FullAttentionSpec: Kind.FULL,
+    MLAAttentionSpec: Kind.MLA,
+    SlidingWindowSpec: Kind.SLIDING_WINDOW,
+    SlidingWindowMLASpec: Kind.SLIDING_WINDOW,
+}
+
 __all__ = ["block_layouts", "cache_spec", "layout_facts"]
 
 
 def cache_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheSpec:
     """The groups of this engine. Raises UnsupportedError with every reason why the pool cannot serve it."""
-    reasons = [*_engine_reasons(vllm_config), *_group_reasons(kv_cache_config)]
+    reasons = _engine_reasons(vllm_config)
+    groups = []
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        made = _cache_group(group)
+        if isinstance(made, CacheGroup):
+            groups.append(made)
+        else:
+            reasons.append(f"group {i} {made}")
     if reasons:
         raise UnsupportedError("kvpool cannot serve this engine: " + "; ".join(reasons))
-    (group,) = kv_cache_config.kv_cache_groups
-    block_size = group.kv_cache_spec.block_size
-    hash_block_size = kv_cache_config.hash_block_size or block_size
-    return CacheSpec((CacheGroup(Kind.FULL, block_size),), hash_block_size)
+    return CacheSpec(
+        tuple(groups),
+        kv_cache_config.hash_block_size or math.gcd(*(g.block_size for g in groups)),
+        retention_interval=kv_cache_config.prefix_cache_retention_interval,
+    )
+
+
+def _cache_group(group: KVCacheGroupSpec) -> CacheGroup | str:
+    """kvpool's view of one group, or why there is none. By exact type: a subclass may keep other bytes."""
+    spec: Any = group.kv_cache_spec
+    if type(spec) is UniformTypeKVCacheSpecs:  # layers of one kind whose pages differ in size
+        inner = list(spec.kv_cache_specs.values())
+        if len({type(s) for s in inner}) != 1:
+            return f"mixes the attention specs {sorted({type(s).__name__ for s in inner})}"
+        spec = inner[0]
+    kind = _KINDS.get(type(spec))
+    if kind is None:
+        known = ", ".join(t.__name__ for t in _KINDS)
+        return f"has the attention spec {type(spec).__name__}, which is not supported (supported: {known})"
+    if getattr(spec, "non_causal", False):
+        return "attends non-causally, so the KV of a prefix depends on what follows it"
+    window = spec.sliding_window if kind is Kind.SLIDING_WINDOW else None
+    cacheable = group.enable_kv_transfer and spec.prefix_cacheable
+    return CacheGroup(kind, spec.block_size, window=window, cacheable=cacheable)
 
 
 def _engine_reasons(vllm_config: VllmConfig) -> list[str]:
@@ -46,26 +89,10 @@ def _engine_reasons(vllm_config: VllmConfig) -> list[str]:
         reasons.append("speculative decoding is not supported yet")
     if vllm_config.device_config.device_type != "cpu":
         reasons.append(f"device {vllm_config.device_config.device_type!r} is not supported yet, only 'cpu'")
+    if cache.prefix_match_unit is not None:
+        reasons.append(f"prefix_match_unit={cache.prefix_match_unit} (hits inside a block) is not supported yet")
     if vllm_config.model_config.is_encoder_decoder:
         reasons.append("encoder-decoder models (cross attention) are not supported")
-    return reasons
-
-
-def _group_reasons(kv_cache_config: KVCacheConfig) -> list[str]:
-    groups = kv_cache_config.kv_cache_groups
-    reasons = []
-    if len(groups) != 1:
-        reasons.append(
-            f"{len(groups)} KV cache groups are not supported yet, only one; "
-            "start vLLM with disable_hybrid_kv_cache_manager=True"
-        )
-    for i, group in enumerate(groups):
-        spec: Any = group.kv_cache_spec
-        # Exact type: a subclass may keep other bytes or drop blocks of its own accord.
-        if type(spec) is not FullAttentionSpec:
-            reasons.append(f"group {i} has the attention spec {type(spec).__name__}, only FullAttentionSpec is known")
-        elif spec.non_causal:
-            reasons.append(f"group {i} attends non-causally, so the KV of a prefix depends on what follows it")
     return reasons
 
 

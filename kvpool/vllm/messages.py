@@ -8,29 +8,32 @@ import numpy as np
 import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvpool.hashes import BlockHashes
 from kvpool.keys import Namespace
 
-__all__ = ["Job", "StepWork", "WorkerReport"]
+__all__ = ["Job", "Part", "StepWork", "WorkerReport"]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Chunks of one group. ``hashes``: one digest a chunk. ``block_ids``: intp[n], the engine block of each."""
+
+    group: int
+    hashes: BlockHashes
+    block_ids: npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """Chunks of one request to load or to save.
 
-    ``number`` is unique within the engine, so a late report can never meet a reused request id. ``digests``: one chunk
-    hash after the other. ``block_ids``: int64[n], the engine block of each chunk.
+    ``number`` is unique within the engine, so a late report can never meet a reused request id.
     """
 
     number: int
     request_id: str
     epoch: bytes
-    hash_len: int
-    scheme: str
-    digests: bytes
-    block_ids: npt.NDArray[np.intp]
-
-    def __len__(self) -> int:
-        return len(self.block_ids)
+    parts: tuple[Part, ...]
 
 
 @dataclass
@@ -52,13 +55,13 @@ class StepWork(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Worker to scheduler; summed over ranks, so each rank reports each event exactly once.
 
-    ``released``: save job -> ranks that will not read its blocks again. ``saved``: save job -> bool[n], stored on every
-    rank that has reported. ``loaded``: load job -> bool[n], loaded on every rank that has reported.
+    ``released``: save job -> ranks that will not read its blocks again. ``saved``, ``loaded``: job -> whether every
+    chunk was stored, or loaded, on all ranks that have reported.
     """
 
     released: dict[int, int] = field(default_factory=dict)
-    saved: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
-    loaded: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    saved: dict[int, bool] = field(default_factory=dict)
+    loaded: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The report of both ranks together."""
@@ -68,7 +71,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             total.released[job] = total.released.get(job, 0) + ranks
         for mine, theirs in ((total.saved, other.saved), (total.loaded, other.loaded)):
             for job, ok in theirs.items():
-                mine[job] = mine[job] & ok if job in mine else ok
+                mine[job] = mine.get(job, True) and ok
         return total
 
     def __bool__(self) -> bool:

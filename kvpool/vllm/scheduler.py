@@ -10,20 +10,22 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.config import Config
 from kvpool.errors import TransportError
 from kvpool.hashes import BlockHashes
-from kvpool.keys import Namespace
+from kvpool.keys import KeySpace, Namespace
 from kvpool.progress import SaveProgress, SaveRange
 from kvpool.spec import CacheSpec
+from kvpool.tokens import ChunkedTokenDatabase, Chunks
 from kvpool.transport import LookupRequest, LookupResult, PolledLookupClient
-from kvpool.vllm.messages import Job, StepWork, WorkerReport
+from kvpool.vllm.messages import Job, Part, StepWork, WorkerReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -74,7 +76,7 @@ class _Save:
 
 
 class SchedulerSide:
-    """Single full-attention group, one rank. ``client`` answers lookups from the process that holds the store."""
+    """One rank. ``client`` answers lookups from the process that holds the store."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class SchedulerSide:
         self._namespace = namespace
         self.epoch = epoch
         self._scheme = hash_scheme
-        self._block_size = spec.groups[0].block_size
+        # The worker makes the keys; here the database only says which chunks are wanted and which blocks hold them.
+        self._database = ChunkedTokenDatabase(spec, KeySpace(Namespace.of({}), spec), null_block=NULL_BLOCK)
         self._client = client
         self._reads = reads and config.load_enabled
         self._writes = writes and config.save_enabled
@@ -174,7 +177,7 @@ class SchedulerSide:
             return None
         hit = 0 if state.answer is None else state.answer.hit_length
         # The answer may be older than the request's last token; a hit never covers it.
-        hit = min(hit, (request.num_tokens - 1) // self._block_size * self._block_size)
+        hit = min(hit, self.spec.align(request.num_tokens - 1))
         tokens = hit - local_tokens
         if tokens < max(1, self.config.min_load_tokens):
             return 0
@@ -183,7 +186,7 @@ class SchedulerSide:
 
     def _ask(self, state: _RequestState, local_tokens: int) -> None:
         hashes = state.request.block_hashes
-        if (len(hashes) * self.spec.hash_block_size - local_tokens) < self._block_size:
+        if self.spec.align(min(len(hashes) * self.spec.hash_block_size, state.request.num_tokens - 1)) <= local_tokens:
             return
         digests = BlockHashes(b"".join(hashes), len(hashes[0]), scheme=self._scheme)
         request = LookupRequest(self._namespace().digest, self.epoch, state.request.num_tokens, local_tokens, digests)
@@ -218,26 +221,30 @@ class SchedulerSide:
         if external_tokens <= 0:
             return
         state = self._state(request)
-        size = self._block_size
-        chunks = range(state.offered // size, (state.offered + external_tokens) // size)
-        (ids,) = blocks.get_block_ids()
-        job = self._job(state, chunks, ids)
+        start, end = state.offered, state.offered + external_tokens
+        tables = blocks.get_block_ids()
+        # Every block that the engine will take for computed is loaded, whether or not the hit needs it.
+        found = {}
+        for g in self.spec.cached_groups:
+            first = start - start % self.spec.groups[g].block_size
+            wanted = self._database.chunks(end, len(request.block_hashes), first, group=g)
+            found[g] = self._database.blocks(g, wanted, tables[g])
+        job = self._job(state, found)
         self._loads[job.number] = _Load(state, job)
         self._new_loads.append(job)
 
-    def _job(self, state: _RequestState, chunks: range, block_ids: list[int]) -> Job:
-        ratio = self._block_size // self.spec.hash_block_size
+    def _job(self, state: _RequestState, found: Mapping[int, tuple[Chunks, npt.NDArray[np.intp]]]) -> Job:
         hashes = state.request.block_hashes
-        digests = [hashes[(i + 1) * ratio - 1] for i in chunks]
-        return Job(
-            next(self._numbers),
-            state.request.request_id,
-            self.epoch,
-            len(digests[0]),
-            self._scheme,
-            b"".join(digests),
-            np.array([block_ids[i] for i in chunks], np.intp),
+        parts = tuple(
+            Part(
+                group,
+                BlockHashes(b"".join(hashes[i] for i in chunks.hash_ids.tolist()), len(hashes[0]), scheme=self._scheme),
+                blocks.reshape(-1),
+            )
+            for group, (chunks, blocks) in found.items()
+            if len(chunks)
         )
+        return Job(next(self._numbers), state.request.request_id, self.epoch, parts)
 
     # ---- save
 
@@ -264,29 +271,39 @@ class SchedulerSide:
         """Prompt chunks that are whole after this step and not yet stored, as jobs on pinned blocks."""
         assert self._pool is not None
         assert output.kv_connector_block_state is not None
-        request, size = state.request, self._block_size
+        request = state.request
         if not state.saving:
             # What was found in the store is there already; a failed load proves nothing of the kind.
             found = 0 if state.answer is None or state.no_lookup else state.answer.hit_length
             self._progress.begin(request.request_id, found)
             state.saving = True
         prompt = min(request.num_prompt_tokens, len(request.block_hashes) * self.spec.hash_block_size)
-        for due in self._progress.offer(request.request_id, min(computed, prompt) // size * size):
-            chunks = range(due.start // size, due.end // size)
-            table = output.kv_connector_block_state.get_block_ids(request.request_id)
-            if (
-                table is None
-                or NULL_BLOCK in table[0][chunks.start : chunks.stop]
-                or self._pinned_blocks + len(chunks) > MAX_PINNED_SHARE * self._pool.num_gpu_blocks
-            ):
+        for due in self._progress.offer(request.request_id, self.spec.align(min(computed, prompt))):
+            tables = output.kv_connector_block_state.get_block_ids(request.request_id)
+            if tables is None or not (job := self._save_job(state, due, tables)):
+                self._progress.report(due, saved=tables is not None)
+                continue
+            ids = np.concatenate([part.block_ids for part in job.parts]).tolist()
+            if self._pinned_blocks + len(ids) > MAX_PINNED_SHARE * self._pool.num_gpu_blocks:
                 self._progress.report(due, saved=False)
                 continue
-            job = self._job(state, chunks, table[0])
-            blocks = [self._pool.blocks[i] for i in job.block_ids.tolist()]
+            blocks = [self._pool.blocks[i] for i in ids]
             self._pool.touch(blocks)
             self._pinned_blocks += len(blocks)
-            self._saves[job.number] = _Save(due, blocks, time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S)
+            until = time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S
+            self._saves[job.number] = _Save(due, blocks, until)
             yield job
+
+    def _save_job(self, state: _RequestState, due: SaveRange, tables: Sequence[list[int]]) -> Job | None:
+        """The chunks of a range that a later hit can use and that still have a block; None if there are none."""
+        request = state.request
+        masks = self._database.coordinator.store_mask(due.end, due.start, request.num_prompt_tokens)
+        found = {}
+        for g in self.spec.cached_groups:
+            wanted = self._database.chunks(due.end, len(request.block_hashes), due.start, masks[g], group=g)
+            found[g] = self._database.blocks(g, wanted, tables[g])
+        job = self._job(state, found)
+        return job if job.parts else None
 
     # ---- reports
 
@@ -297,7 +314,7 @@ class SchedulerSide:
             return
         for number, ok in report.loaded.items():
             load = self._loads.pop(number, None)
-            if load is not None and not bool(ok.all()):
+            if load is not None and not ok:
                 load.state.no_lookup = True
         for number in report.released:
             save = self._saves.get(number)
@@ -307,7 +324,7 @@ class SchedulerSide:
             save = self._saves.pop(number, None)
             if save is not None:
                 self._unpin(save)
-                self._progress.report(save.range, saved=bool(stored.all()))
+                self._progress.report(save.range, saved=stored)
 
     def _unpin(self, save: _Save) -> None:
         assert self._pool is not None

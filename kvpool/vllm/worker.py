@@ -12,14 +12,13 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 
 import anyio
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Config
-from kvpool.hashes import BlockHashes
 from kvpool.keys import Fact, KeySpace, Namespace
 from kvpool.memory import BlockLayout
 from kvpool.metrics import Counters
@@ -34,6 +33,8 @@ __all__ = ["WorkerSide", "serve_pool"]
 
 logger = logging.getLogger(__name__)
 
+#: For each part of a job: bool[n], which chunks were proven loaded, or stored.
+Columns: TypeAlias = list[npt.NDArray[np.bool_]]
 #: Longest wait in a step that computes nothing while jobs are in flight, so that vLLM does not spin at full speed.
 IDLE_WAIT_S = 0.001
 #: How long closing may take, stores and servers dead or not.
@@ -110,6 +111,7 @@ class WorkerSide:
         self._counters = Counters()
         self.layouts: tuple[BlockLayout, ...] = ()
         self._received: set[str] = set()
+        self._failed: set[str] = set()
         self._invalid: set[int] = set()
         self._portal: Portal[KVPool] | None = None
 
@@ -134,11 +136,11 @@ class WorkerSide:
         self._spaces.name(work.namespace)
         for job in work.loads:
             self._loads[job.number] = job
-            self._portal.submit(_load, self._transfer(job), self._space(job), token=("load", job.number))
+            self._portal.submit(_load, self._transfers(job), self._space(job), token=("load", job.number))
         for job in work.saves:
             self._saves[job.number] = job
             released = partial(self._released.append, job.number)
-            self._portal.submit(_save, self._transfer(job), self._space(job), released, token=("save", job.number))
+            self._portal.submit(_save, self._transfers(job), self._space(job), released, token=("save", job.number))
 
     def collect(self, work: StepWork) -> None:
         """Take in what has ended since the last step."""
@@ -157,18 +159,25 @@ class WorkerSide:
         while self._released:
             self._release(self._released.popleft())
 
-    def _loaded(self, number: int, ok: npt.NDArray[np.bool_] | None) -> None:
+    def _loaded(self, number: int, proven: Columns | None) -> None:
         job = self._loads.pop(number)
         # After a reset the engine may have other weights: what was loaded for the old epoch is void.
-        proven = np.zeros(len(job), np.bool_) if ok is None or job.epoch != self._epoch else ok
-        self._invalid.update(job.block_ids[~proven].tolist())
+        if proven is None or job.epoch != self._epoch:
+            proven = [np.zeros(len(part.block_ids), np.bool_) for part in job.parts]
+        bad = [part.block_ids[~ok] for part, ok in zip(job.parts, proven, strict=True)]
+        failed = any(map(len, bad))
+        if failed and len(self._spec.groups) > 1:
+            # Block ids name no group, so vLLM has the whole request computed again.
+            self._failed.add(job.request_id)
+        elif failed:
+            self._invalid.update(bad[0].tolist())
         self._received.add(job.request_id)
-        self._report.loaded[number] = proven
+        self._report.loaded[number] = not failed
 
-    def _saved(self, number: int, ok: npt.NDArray[np.bool_] | None) -> None:
+    def _saved(self, number: int, stored: Columns | None) -> None:
         self._release(number)
-        job = self._saves.pop(number)
-        self._report.saved[number] = np.zeros(len(job), np.bool_) if ok is None else ok
+        del self._saves[number]
+        self._report.saved[number] = stored is not None and all(bool(ok.all()) for ok in stored)
 
     def _release(self, number: int) -> None:
         # "copied" and the job's end may both tell; the scheduler counts ranks, so it hears of each job once.
@@ -179,6 +188,11 @@ class WorkerSide:
         """Requests whose load has ended, well or not; each once."""
         received, self._received = self._received, set()
         return received
+
+    def take_failed(self) -> set[str]:
+        """Those of :meth:`take_received` whose load failed as a whole; only with several groups."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_invalid(self) -> set[int]:
         """Blocks that were to be loaded and are not proven; each once, no later than its request is received."""
@@ -200,6 +214,7 @@ class WorkerSide:
             "loads": len(self._loads),
             "saves": len(self._saves),
             "received": len(self._received),
+            "failed": len(self._failed),
             "invalid blocks": len(self._invalid),
         }
 
@@ -213,8 +228,8 @@ class WorkerSide:
         return self._spaces.get(self._namespace.digest, job.epoch)
 
     @staticmethod
-    def _transfer(job: Job) -> Transfer:
-        return Transfer(0, BlockHashes(job.digests, job.hash_len, scheme=job.scheme), job.block_ids)
+    def _transfers(job: Job) -> list[Transfer]:
+        return [Transfer(part.group, part.hashes, part.block_ids) for part in job.parts]
 
 
 async def _hello(pool: KVPool) -> None:
@@ -222,11 +237,9 @@ async def _hello(pool: KVPool) -> None:
     await anyio.lowlevel.checkpoint()
 
 
-async def _load(pool: KVPool, part: Transfer, space: KeySpace) -> npt.NDArray[np.bool_]:
-    (results,) = await pool.load([part], keyspace=space)
-    return results.ok
+async def _load(pool: KVPool, parts: list[Transfer], space: KeySpace) -> Columns:
+    return [results.ok for results in await pool.load(parts, keyspace=space)]
 
 
-async def _save(pool: KVPool, part: Transfer, space: KeySpace, released: partial[None]) -> npt.NDArray[np.bool_]:
-    (results,) = await pool.save([part], keyspace=space, copied=released)
-    return results.ok
+async def _save(pool: KVPool, parts: list[Transfer], space: KeySpace, released: partial[None]) -> Columns:
+    return [results.ok for results in await pool.save(parts, keyspace=space, copied=released)]

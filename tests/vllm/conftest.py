@@ -25,3 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama-like model."""
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Full and sliding-window layers: three groups that share one block pool and the same bytes."""
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-hybrid", pattern="SSFSSF")

@@ -163,6 +163,11 @@ class Engine:
     # ---- what the tests look at
 
     @property
+    def groups(self) -> int:
+        """KV cache groups of the model."""
+        return len(self.scheduler.kv_cache_config.kv_cache_groups)
+
+    @property
     def connector(self) -> Any:
         """The scheduler's half."""
         return self.scheduler.connector.scheduler

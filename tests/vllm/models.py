@@ -14,13 +14,28 @@ import torch
 from safetensors.torch import save_file
 
 VOCAB = 1000
+#: Tokens of the sliding window in hybrid models.
+WINDOW = 256
 
 
-def write_llama(folder: Path, *, hidden: int = 128, layers: int = 2, heads: int = 4, seed: int = 0) -> Path:
-    """A Llama-like model directory: fp32, head size 32, half as many KV heads, no tokenizer."""
+def write_llama(
+    folder: Path,
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    seed: int = 0,
+    pattern: str = "",
+    window: int = WINDOW,
+) -> Path:
+    """A Llama-like model directory: fp32, head size 32, half as many KV heads, no tokenizer.
+
+    ``pattern``: one letter a layer, F for full attention and S for a sliding window; full attention without it.
+    """
+    layers = len(pattern) or layers
     kv_heads, head, inner = heads // 2, hidden // heads, hidden * 2
     folder.mkdir(parents=True)
-    config = {
+    config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden,
@@ -39,6 +54,9 @@ def write_llama(folder: Path, *, hidden: int = 128, layers: int = 2, heads: int 
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if pattern:
+        kinds = {"F": "full_attention", "S": "sliding_attention"}
+        config |= {"layer_types": [kinds[letter] for letter in pattern], "sliding_window": window}
     (folder / "config.json").write_text(json.dumps(config))
     random = torch.Generator().manual_seed(seed)
 

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from tests.vllm.engine import BLOCK, Engine, Output, prompt
+from tests.vllm.models import WINDOW
 
 
-@pytest.fixture(scope="module")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine(model, {"store": f"file://{tmp_path_factory.mktemp('store')}"})
+@pytest.fixture(scope="module", params=["model", "hybrid_model"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model: Path = request.getfixturevalue(request.param)
+    engine = Engine(model, {"store": f"file://{tmp_path_factory.mktemp('store')}"}, kv_bytes=64 << 20)
     yield engine
     engine.close()
 
@@ -49,7 +51,12 @@ def test_only_what_the_engine_does_not_hold_is_loaded(engine: Engine) -> None:
     engine.run(start, output=1)  # now the engine holds the first part by itself (loaded), the rest is only in the store
     before = engine.counters
     partly = engine.run(whole)
-    assert engine.counters["loaded_chunks"] - before["loaded_chunks"] == 1000 // BLOCK - 512 // BLOCK
+    # With several groups vLLM keeps of a prompt what its own replay needs, which is one block less.
+    local_tokens = 512 if engine.groups == 1 else 480
+    beyond = range(local_tokens // BLOCK, 1000 // BLOCK)
+    full, window = len(beyond), sum(1 for chunk in beyond if (chunk + 1) * BLOCK > 992 - WINDOW + 1)
+    expected = [full] if engine.groups == 1 else [full, window, window]
+    assert engine.counters["loaded_chunks"] - before["loaded_chunks"] == sum(expected)
     assert partly.cached == local.cached
     assert partly.like(local)
     engine.assert_at_rest()
@@ -62,7 +69,8 @@ def test_a_wrong_block_changes_the_output(engine: Engine) -> None:
     engine.drain()
     local = engine.run(tokens)
     engine.forget()
-    scatter = engine.worker.layouts[0].scatter
+    layout = engine.worker.layouts[-1]  # the full-attention group
+    scatter = layout.scatter
     wrong: list[int] = []
 
     def corrupting(block_ids: Any, rows: Any) -> None:
@@ -72,11 +80,11 @@ def test_a_wrong_block_changes_the_output(engine: Engine) -> None:
             wrong.append(int(block_ids[3]))
         scatter(block_ids, rows)
 
-    object.__setattr__(engine.worker.layouts[0], "scatter", corrupting)
+    object.__setattr__(layout, "scatter", corrupting)
     try:
         damaged = engine.run(tokens)
     finally:
-        object.__delattr__(engine.worker.layouts[0], "scatter")
+        object.__delattr__(layout, "scatter")
     assert wrong
     assert damaged.cached == local.cached
     assert not damaged.near(local)
@@ -125,7 +133,9 @@ def test_chunked_prefill_saves_each_block_once(engine: Engine) -> None:
     engine.finish(names)
     engine.drain()
     saved = engine.counters["saved_chunks"] - before["saved_chunks"]
-    assert saved == 1500 // BLOCK + 2000 // BLOCK
+    every = 1500 // BLOCK + 2000 // BLOCK
+    # Sliding-window groups store the tails that a later hit needs, and not the rest.
+    assert saved == every if engine.groups == 1 else every < saved < 2 * every
     engine.assert_at_rest()
 
 

@@ -14,12 +14,12 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     SinkFullAttentionSpec,
-    SlidingWindowSpec,
 )
 
 from kvpool.config import Config
@@ -109,10 +109,10 @@ def test_random_hash_seeds_are_said(
 
 def test_every_reason_is_named_at_once(model: Path) -> None:
     config = vllm_config(model, enable_prefix_caching=False)
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+    local = full(ChunkedLocalAttentionSpec, attention_chunk_size=64)
     with pytest.raises(UnsupportedError) as refused:
-        connect(config, full(), window)
-    for part in ("prefix caching is off", "2 KV cache groups", "group 1 has the attention spec SlidingWindowSpec"):
+        connect(config, full(), local)
+    for part in ("prefix caching is off", "group 1 has the attention spec ChunkedLocalAttentionSpec"):
         assert part in str(refused.value)
 
 
