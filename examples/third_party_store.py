@@ -17,7 +17,6 @@ from typing import ClassVar, Self
 
 import anyio
 import anyio.from_thread
-import anyio.to_thread
 import numpy as np
 from pydantic import BaseModel, Field
 
@@ -25,6 +24,7 @@ from kvpool.errors import StoreClosed, StoreError
 from kvpool.memory import Buffers
 from kvpool.registry import URL
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
+from kvpool.threads import Threads
 
 
 class Options(BaseModel):
@@ -43,6 +43,7 @@ class SQLiteStore(Store):
         self._path = path
         self._db: sqlite3.Connection | None = None
         self._opened = False
+        self._one = Threads(1)  # one call at a time has the connection
 
     @classmethod
     def from_url(cls, url: URL) -> Self:
@@ -52,9 +53,8 @@ class SQLiteStore(Store):
         if self._opened:
             raise StoreClosed(f"sqlite store {self._path} was opened before")
         self._opened = True
-        self._one = anyio.CapacityLimiter(1)  # one call at a time has the connection
         try:
-            self._db = await anyio.to_thread.run_sync(self._connect, limiter=self._one)
+            self._db = await self._one.run(self._connect)
         except sqlite3.Error as error:
             raise StoreError(f"sqlite store {self._path}: {error}") from error
         return self
@@ -63,7 +63,7 @@ class SQLiteStore(Store):
         if (db := self._db) is not None:
             self._db = None  # calls that still wait for their turn see it
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(db.close, limiter=self._one)
+                await self._one.run(db.close)
 
     async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
         found = np.full(len(keys), UNKNOWN, np.uint8)
@@ -139,7 +139,7 @@ class SQLiteStore(Store):
 
         self._checked()
         with anyio.CancelScope(deadline=deadline):
-            await anyio.to_thread.run_sync(work, limiter=self._one)
+            await self._one.run(work)  # never leaves a thread behind: it touches the caller's memory
 
     def _checked(self) -> sqlite3.Connection:
         if self._db is None:
