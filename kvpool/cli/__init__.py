@@ -1,0 +1,1 @@
+"""The command line: ``kvpool``, or ``python -m kvpool``."""

@@ -1,0 +1,55 @@
+"""Parses the command line, runs a command, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from kvpool import __version__
+from kvpool.cli import replay
+from kvpool.errors import ConfigError, KVPoolError
+
+__all__ = ["main"]
+
+#: Exit codes: the job was not done, or wrongly; the command line or the configuration is wrong (as argparse has it);
+#: interrupted (as shells have it).
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvpool`` with these arguments (those of the process without them); the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except ConfigError as error:
+        return _complain(str(error), USAGE)
+    except KVPoolError as error:
+        return _complain(str(error), FAILED)
+    except OSError as error:
+        return _complain(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), FAILED)
+    except Exception as error:  # a mistake of ours or of somebody's store; no user can use a traceback
+        if sys.flags.dev_mode:
+            raise
+        return _complain(f"{type(error).__name__}: {error} (with python -X dev there is a traceback)", FAILED)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"kvpool: {message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvpool", description="Share an LLM engine's KV cache through a store.")
+    parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    replay.add_command(commands)
+    return parser
