@@ -216,6 +216,28 @@ def test_wait_tells_whether_there_is_something(portal: Portal[None]) -> None:
     collect(portal, 1)
 
 
+@pytest.mark.anyio
+async def test_a_ring_at_any_moment_is_heard() -> None:
+    wake = _wake.Wake()
+    rung = False
+
+    def ring() -> bool:
+        nonlocal rung
+        rung = True
+        wake.ring()
+        return False
+
+    with anyio.fail_after(HANG):
+        await wake.sleep(unless=lambda: True)  # news from just before
+        await wake.sleep(unless=ring)  # and from just after the look
+        threading.Timer(0.01, ring).start()
+        rung = False
+        await wake.sleep(unless=lambda: rung)
+    assert rung
+    wake.close()
+    wake.ring()
+
+
 # -- cancelling -------------------------------------------------------------------------------------------------------
 
 
@@ -538,6 +560,29 @@ def test_close_interrupts_a_lifespan_that_never_gets_started(anyio_backend: str)
     assert done.token == second
     assert isinstance(done.error, PortalClosed)
     assert span.events == ["enter"]
+
+
+def test_a_job_cancelled_before_the_lifespan_stands_never_runs(anyio_backend: str) -> None:
+    span, opening, ran = Lifespan(), Gate(), list[str]()
+
+    async def enter() -> None:
+        await opening(None)
+
+    async def job(_: Lifespan, name: str) -> None:
+        await anyio.lowlevel.checkpoint()
+        ran.append(name)
+
+    span.enter = enter
+    with Portal(span, backend=anyio_backend) as portal:
+        tokens = [portal.submit(job, name) for name in ("first", "second", "third")]
+        assert opening.running.wait(HANG)
+        for token in (portal.submit(job, "behind them"), tokens[1]):  # then the loop has seen all
+            portal.cancel(token)
+            assert [d.token for d in collect(portal, 1)] == [token]
+        opening.open.set()
+        assert {d.token for d in collect(portal, 2)} == {tokens[0], tokens[2]}
+        assert nothing_more(portal)
+    assert sorted(ran) == ["first", "third"]
 
 
 def test_close_cuts_a_lifespan_short_that_cannot_be_left(anyio_backend: str) -> None:
