@@ -1,0 +1,185 @@
+"""One call on many keys: what it asks of the servers that have them, and what has become of each key."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from kvpool.backends._file_format import HEADER_BYTES, damage, header
+from kvpool.backends._redis_wire import Connection, Reply, ServerError
+from kvpool.errors import StoreError
+from kvpool.memory import Buffers
+from kvpool.store import Results, Status
+
+__all__ = ["Batch"]
+
+_KEYS = 1024  # keys in one send
+_VALUES = 256  # values in one send, and their bytes: twice as many are under way
+_VALUE_BYTES = 4 << 20
+_STATUS = {b"+OK": Status.OK, b"$-1": Status.OK, b":1": Status.OK, b":0": Status.ABSENT}
+
+Window: TypeAlias = Sequence[int]
+
+
+class Batch:
+    """``name``: of the store, for messages. ``results``: what is TIMED_OUT is not done yet. ``moved``: keys that a
+    server of a cluster sent elsewhere, with its words.
+
+    Keys go by their indices. Methods that wait raise ConnectionLost and leave what was not done as it is; they give the
+    refusal that the server answered, if there was one that does not concern single keys.
+    """
+
+    def __init__(self, name: str, keys: Sequence[str]) -> None:
+        self._name = name
+        self.keys = keys
+        self.names: list[bytes] = []  # what the keys are called on the server
+        self.results = Results.empty(len(keys), Status.TIMED_OUT)
+        self.moved: dict[int, ServerError] = {}
+        self._said: set[str] = set()
+
+    async def ask(self, verb: bytes, connection: Connection, wanted: Window) -> ServerError | None:
+        """A command that answers 1 or 0 for each key: OK or ABSENT. One round trip, however many keys."""
+
+        async def receive(window: Window) -> ServerError | None:
+            return self._settle(window, await connection.lines(len(window)))
+
+        windows = [wanted[at : at + _KEYS] for at in range(0, len(wanted), _KEYS)]
+        return await self._pipeline(windows, len(windows), lambda window: self._send(verb, connection, window), receive)
+
+    async def get(self, into: Buffers, connection: Connection, wanted: Window) -> ServerError | None:
+        """Values into the caller's memory, and proven. What is damaged is removed."""
+        sizes = into.nbytes.tolist()
+        damaged: list[int] = []
+        head = bytearray(HEADER_BYTES)
+
+        async def receive(window: Window) -> ServerError | None:
+            refused = None
+            for i in window:
+                pieces = into.views(i)
+                reply = await connection.value(memoryview(head), pieces)
+                if reply is None:
+                    self.results.set(i, Status.ABSENT)
+                elif isinstance(reply, ServerError) and reply.code != "WRONGTYPE":
+                    refused = self._refuse(i, reply) or refused
+                elif problem := _problem(self.keys[i], reply, head, pieces):
+                    self.results.set(i, Status.CORRUPT, error=self._error(f"{self.keys[i][:100]}: {problem}"))
+                    damaged.append(i)
+                elif reply != HEADER_BYTES + sizes[i]:
+                    what = f"{self.keys[i][:100]}: {sizes[i]} bytes wanted, a value of another length stored"
+                    self.results.set(i, Status.CORRUPT, error=self._error(what))
+                else:
+                    self.results.set(i, Status.OK, sizes[i])
+            return refused
+
+        windows = list(_windows(wanted, sizes))
+        refused = await self._pipeline(windows, 2, lambda window: self._send(b"GET", connection, window), receive)
+        if damaged:
+            await self._send(b"UNLINK", connection, damaged)
+            await connection.lines(len(damaged))
+        return refused
+
+    async def put(
+        self, source: Buffers, expiry_ms: int | None, connection: Connection, wanted: Window
+    ) -> ServerError | None:
+        """Values that are not there yet, out of the caller's memory."""
+        sizes = source.nbytes.tolist()
+        words, tail = 4, b"\r\n$2\r\nNX\r\n"
+        if expiry_ms is not None:
+            words, tail = 6, tail + b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(expiry_ms)), expiry_ms)
+
+        async def send(window: Window) -> None:
+            parts: list[bytes | memoryview] = []
+            for i in window:
+                name, pieces = self.names[i], source.views(i)
+                start = (words, len(name), name, HEADER_BYTES + sizes[i])
+                parts.append(
+                    b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % start + header(self.keys[i], pieces),
+                )
+                parts += pieces
+                parts.append(tail)
+            await connection.send(parts, replies=len(window))
+
+        async def receive(window: Window) -> ServerError | None:
+            return self._settle(window, await connection.lines(len(window)), sizes)
+
+        return await self._pipeline(list(_windows(wanted, sizes)), 2, send, receive)
+
+    def fail(self, indices: Iterable[int], error: Exception) -> None:
+        """These keys, as far as they are not done, cannot be done."""
+        status = Status.REJECTED if isinstance(error, ServerError) and error.code == "OOM" else Status.FAILED
+        for i in indices:
+            if self.results.status[i] == Status.TIMED_OUT:
+                said = str(error) in self._said
+                self._said.add(str(error))
+                self.results.set(i, status, error=None if said else self._error(str(error)))
+
+    async def _send(self, verb: bytes, connection: Connection, window: Window) -> None:
+        names = self.names
+        start = b"*2\r\n$%d\r\n%b\r\n$" % (len(verb), verb)
+        commands = b"".join([b"%b%d\r\n%b\r\n" % (start, len(names[i]), names[i]) for i in window])
+        await connection.send([commands], replies=len(window))
+
+    async def _pipeline(
+        self,
+        windows: Iterable[Window],
+        ahead: int,
+        send: Callable[[Window], Awaitable[None]],
+        receive: Callable[[Window], Awaitable[ServerError | None]],
+    ) -> ServerError | None:
+        """Send so many windows ahead of the replies. A refusal ends it, for it would be the same for the rest."""
+        left, sent = deque(windows), deque[Window]()
+        refused = None
+        while left or sent:
+            while left and len(sent) < ahead:
+                await send(left[0])
+                sent.append(left.popleft())
+            refused = await receive(sent.popleft()) or refused
+            while refused is not None and left:
+                self.fail(left.popleft(), refused)
+        return refused
+
+    def _settle(self, window: Window, lines: list[bytes], sizes: list[int] | None = None) -> ServerError | None:
+        """The outcome of each key by a line of the server; an error that stands for all of them is returned."""
+        refused = None
+        for i, line in zip(window, lines, strict=True):
+            status = _STATUS.get(line)
+            if status is None:
+                refused = self._refuse(i, ServerError.of(line)) or refused
+            else:
+                self.results.status[i] = status
+                if sizes is not None and line == b"+OK":
+                    self.results.nbytes[i] = sizes[i]
+        return refused
+
+    def _refuse(self, i: int, error: ServerError) -> ServerError | None:
+        if error.code == "MOVED":
+            self.moved[i] = error
+            return None
+        self.fail([i], error)
+        return error if error.code != "ASK" else None  # a slot on the move: other slots may be well
+
+    def _error(self, text: str) -> StoreError:
+        return StoreError(f"{self._name}: {text}")
+
+
+def _problem(key: str, reply: Reply, head: bytearray, pieces: Sequence[memoryview]) -> str:
+    """What is wrong with a stored value whatever its length, in words; empty if nothing is found."""
+    if not isinstance(reply, int):
+        return str(reply)
+    whole = reply == HEADER_BYTES + sum(map(len, pieces))
+    return damage(key, head, reply, pieces if whole else None).replace("the file", "what is stored")
+
+
+def _windows(wanted: Window, sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The keys in lists of not too many values and bytes, but of one value at least."""
+    window: list[int] = []
+    room = _VALUE_BYTES
+    for i in wanted:
+        if window and (len(window) == _VALUES or room < sizes[i]):
+            yield window
+            window, room = [], _VALUE_BYTES
+        window.append(i)
+        room -= sizes[i]
+    if window:
+        yield window

@@ -1,0 +1,249 @@
+"""A byte stream to one server: a plain non-blocking socket and ``anyio.wait_readable``, the same on asyncio and trio.
+
+Bytes go straight between the socket and the caller's memory, many pieces in one system call. No wait is longer than the
+timeout without a byte moved, and the loop gets a turn for each 1 MiB.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+import anyio
+import anyio.lowlevel
+from typing_extensions import Buffer
+
+__all__ = ["Address", "ConnectionLost", "Link"]
+
+T = TypeVar("T")
+
+_SLICE_BYTES = 1 << 20  # moved between two turns of the loop: about 0.2 ms
+_PIECES = 1000  # memory pieces in one system call; Linux allows 1024
+_BUFFER_BYTES = 1 << 16
+_SMALL_BYTES = 1 << 14  # so few bytes pass through the buffer: one system call for many values. A TLS record, too
+
+
+class ConnectionLost(Exception):
+    """There is no connection, in words: refused, closed, silent for too long, or not a Redis server."""
+
+
+class Address(NamedTuple):
+    """Where a server listens: a host and a port, or the path of a unix socket and no port."""
+
+    host: str
+    port: int | None = None
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.host if self.port is None else f"{host}:{self.port}"
+
+
+class Link:
+    """Used by one task at a time. Every method that waits raises :class:`ConnectionLost`."""
+
+    def __init__(self, sock: socket.socket, silence: float) -> None:
+        self._sock = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._silence = silence
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # what has arrived and was not asked for yet
+        self._worked = 0
+
+    @classmethod
+    async def open(cls, address: Address, silence: float, tls: ssl.SSLContext | None, tls_hostname: str) -> Self:
+        """Connect. ``silence``: seconds without a byte moved that are borne. ``tls_hostname``: the name in the server's
+        certificate, if it is not the host's. Raises OSError, too, and has no time limit of its own."""
+        sock = await _connect(address)
+        try:
+            if tls is None:
+                return cls(sock, silence)
+            name = tls_hostname or address.host
+            sock = tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+            link = cls(sock, silence)
+            await link._attempt(sock.do_handshake, anyio.wait_readable)
+            return link
+        except BaseException:
+            sock.close()
+            raise
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has arrived that was not asked for yet."""
+        return self._start == self._end
+
+    def silent(self) -> bool:
+        """The peer has neither closed the link nor said anything since the last look, as far as is known here."""
+        try:
+            self._sock.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return self.empty
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        """Let go of the socket; no task may be waiting for it."""
+        self._sock.close()
+
+    async def send(self, parts: Sequence[Buffer]) -> None:
+        """Send the parts as they are, one after the other."""
+        for pieces in _slices(parts):
+            if self._tls:  # it copies anyway, and knows no sendmsg
+                pieces = [memoryview(b"".join(pieces))]
+            while pieces:
+                sent = await self._attempt(lambda: self._write(pieces), anyio.wait_writable)  # noqa: B023
+                _drop(pieces, sent)
+                await self.turn(sent)
+
+    async def line(self) -> bytes:
+        """Up to the next line end, which is left out. Lines of more than 64 KiB are no lines."""
+        while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            if self._end - self._start == _BUFFER_BYTES:
+                raise ConnectionLost(f"a line without an end: {bytes(self._view[:80])!r}...")
+            await self._fill(self._end - self._start + 1)
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
+        return line
+
+    async def receive(self, pieces: Sequence[memoryview]) -> None:
+        """Fill the pieces, none of them empty, with what comes next."""
+        left = list(pieces)
+        total = sum(map(len, left))
+        if total <= _SMALL_BYTES:
+            await self._fill(total)
+        while left:
+            if ready := min(len(left[0]), self._end - self._start):
+                left[0][:ready] = self._view[self._start : self._start + ready]
+                self._start += ready
+                _drop(left, ready)
+                continue
+            batch = left[:_PIECES]
+            if self._tls:  # it fills one piece at a time, and a record is worth more than a small piece
+                batch = batch[:1] if len(left[0]) >= _SMALL_BYTES else []
+            wanted = sum(map(len, batch))
+            got = await self._attempt(lambda: self._read([*batch, self._view]), anyio.wait_readable)  # noqa: B023
+            self._start, self._end = 0, max(0, got - wanted)  # the buffer was empty: it takes what is too much
+            _drop(left, min(got, wanted))
+            await self.turn(got)
+
+    async def skip(self, nbytes: int) -> None:
+        """Throw away what comes next."""
+        while nbytes:
+            if self.empty:
+                await self._fill(1)
+            thrown = min(nbytes, self._end - self._start)
+            self._start += thrown
+            nbytes -= thrown
+
+    async def turn(self, nbytes: int) -> None:
+        """After so much work: let others have the loop now and then."""
+        self._worked += nbytes
+        if self._worked >= _SLICE_BYTES:
+            self._worked = 0
+            await anyio.lowlevel.checkpoint()
+
+    async def _fill(self, nbytes: int) -> None:
+        """Have at least so many bytes in the buffer."""
+        if self._start + nbytes > _BUFFER_BYTES or self.empty:
+            self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, self._end - self._start
+        while self._end - self._start < nbytes:
+            got = await self._attempt(lambda: self._read([self._view[self._end :]]), anyio.wait_readable)
+            self._end += got
+            await self.turn(got)
+
+    def _read(self, pieces: list[memoryview]) -> int:
+        got = self._sock.recv_into(pieces[0]) if self._tls else self._sock.recvmsg_into(pieces)[0]
+        if not got:
+            raise ConnectionLost("the server closed the connection")
+        return got
+
+    def _write(self, pieces: list[memoryview]) -> int:
+        return self._sock.send(pieces[0]) if self._tls else self._sock.sendmsg(pieces)
+
+    async def _attempt(self, call: Callable[[], T], wait: Callable[[socket.socket], Awaitable[None]]) -> T:
+        """The result of a call on the socket, as soon as there is one. ``wait``: for what a plain socket waits."""
+        while True:
+            try:
+                return call()
+            except BlockingIOError:
+                pass
+            except ssl.SSLWantReadError:
+                wait = anyio.wait_readable
+            except ssl.SSLWantWriteError:
+                wait = anyio.wait_writable
+            except OSError as error:
+                raise ConnectionLost(error.strerror or str(error)) from error
+            with anyio.move_on_after(self._silence) as scope:
+                await wait(self._sock)
+            if scope.cancelled_caught:
+                raise ConnectionLost(f"the server was silent for {self._silence:g} s")
+
+
+async def _connect(address: Address) -> socket.socket:
+    """A connected non-blocking socket, to the first of the host's addresses that answers. Raises OSError."""
+    host, port, stream = address.host, address.port, socket.SOCK_STREAM
+    places: Sequence[tuple[int, int, int, str, Any]]
+    if port is None:
+        places = [(socket.AF_UNIX, stream, 0, "", host)]
+    else:
+        try:  # a look-up costs a thread, even that of a number
+            places = socket.getaddrinfo(host, port, type=stream, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            places = await anyio.getaddrinfo(host, port, type=stream)
+    failed: OSError | None = None
+    for family, kind, protocol, _, place in places:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            if family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            while (code := sock.connect_ex(place)) == errno.EAGAIN:  # noqa: ASYNC110  a unix socket whose queue is full
+                await anyio.sleep(0.001)
+            if code == errno.EINPROGRESS:
+                await anyio.wait_writable(sock)
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not code:
+                return sock
+            failed = OSError(code, os.strerror(code))
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()
+    raise failed or OSError(errno.EADDRNOTAVAIL, "no address")
+
+
+def _slices(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    """The parts in lists of up to 1 MiB and a system call's number of pieces."""
+    pieces: list[memoryview] = []
+    room = _SLICE_BYTES
+    for part in parts:
+        view = memoryview(part)
+        while len(view):
+            pieces.append(view[:room])
+            view = view[room:]
+            room -= len(pieces[-1])
+            if not room or len(pieces) == _PIECES:
+                yield pieces
+                pieces, room = [], _SLICE_BYTES
+    if pieces:
+        yield pieces
+
+
+def _drop(pieces: list[memoryview], nbytes: int) -> None:
+    """Take so many bytes away from the front."""
+    gone = 0
+    for piece in pieces:
+        if len(piece) > nbytes:
+            break
+        nbytes -= len(piece)
+        gone += 1
+    del pieces[:gone]
+    if nbytes:
+        pieces[0] = pieces[0][nbytes:]

