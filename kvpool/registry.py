@@ -33,6 +33,10 @@ _BUILTIN: Mapping[str, Mapping[str, str]] = {
     "stores": {
         "memory": "kvpool.backends.memory:MemoryStore",
         "file": "kvpool.backends.file:FileStore",
+        **dict.fromkeys(
+            ["redis", "rediss", "redis+unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"],
+            "kvpool.backends.redis:RedisStore",
+        ),
     },
     "transports": {
         "inprocess": "kvpool.protocols.inprocess:InProcessTransport",
