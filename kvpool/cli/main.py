@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from kvpool import __version__
-from kvpool.cli import replay
+from kvpool.cli import contents, replay
 from kvpool.errors import ConfigError, KVPoolError
 
 __all__ = ["main"]
@@ -52,4 +52,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     replay.add_command(commands)
+    contents.add_commands(commands)
     return parser

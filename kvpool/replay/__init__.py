@@ -1,6 +1,6 @@
 """Replay of recorded request traffic against a store, through the same facade that engines use.
 
-:mod:`~kvpool.replay.trace` reads a trace, :mod:`~kvpool.replay.content` says what every block must hold,
-:mod:`~kvpool.replay.engine` plays the engine, :mod:`~kvpool.replay.run` starts one engine or many processes of them and
-:mod:`~kvpool.replay.report` adds up what they say.
+:mod:`~kvpool.replay.trace` reads a trace, :mod:`~kvpool.replay.blocks` says what every block must hold,
+:mod:`~kvpool.replay.engine` plays the engine, :mod:`~kvpool.replay.run` starts one, or several as
+:mod:`~kvpool.replay.processes`, and :mod:`~kvpool.replay.report` adds up what they say.
 """

@@ -6,33 +6,29 @@ It keeps no prefix cache of its own: what it does not load it computes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.config import Config
-from kvpool.errors import KVPoolError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import Namespace
 from kvpool.memory import BlockLayout
 from kvpool.pool import KVPool
 from kvpool.registry import create_store, parse_url
-from kvpool.replay.content import Content, Ids, block_hashes
+from kvpool.replay.blocks import BlockIds, BlockMemory, Flags, Ids, block_hashes
 from kvpool.replay.trace import BLOCK_TOKENS, Trace
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import SupportsScan
 from kvpool.threads import Threads
 
-__all__ = ["BlockMemory", "Job", "Outcome", "run_engine"]
+__all__ = ["Job", "Outcome", "run_engine"]
 
 T = TypeVar("T")
-BlockIds = npt.NDArray[np.intp]
-Flags = npt.NDArray[np.bool_]
 
 SPEC = CacheSpec((CacheGroup(Kind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS)
 #: Time-outs where the user has set none and time does not matter: only a store that is really gone is late.
@@ -52,7 +48,6 @@ _LATE = {
     "save_late_chunks": "a save was late",
 }
 _PACED_REQUESTS = 4  # with a speed, block memory for so many of the longest request at the same time
-_SLICE_BYTES = 4 << 20  # made or compared in one step
 _INLINE_BYTES = 1 << 20  # with a speed, more work than this is done beside the loop, so as not to make others late
 
 
@@ -108,56 +103,6 @@ class Outcome:
     save_s: float | None = None
     counters: dict[str, int] = field(default_factory=dict)
     problem: str = ""
-
-
-class BlockMemory:
-    """The block memory of one engine. Raises KVPoolError if there is no such memory.
-
-    ``array``: uint8[num_blocks, block_bytes].
-    """
-
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        try:
-            self.array = np.zeros((num_blocks, block_bytes), np.uint8)
-        except (MemoryError, ValueError):  # numpy's ValueError: more than an address can name
-            raise KVPoolError(
-                f"no memory for the {num_blocks} blocks of {block_bytes} bytes of an engine; take smaller blocks"
-            ) from None
-        self._content = Content(block_bytes)
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._freed = anyio.Event()
-
-    async def take(self, n: int) -> BlockIds:
-        """``n`` free blocks, as soon as there are so many. For one waiter at a time."""
-        while len(self._free) < n:
-            self._freed = anyio.Event()
-            await self._freed.wait()
-        return np.array([self._free.pop() for _ in range(n)], np.intp)
-
-    def give_back(self, blocks: BlockIds) -> None:
-        self._free.extend(blocks.tolist())
-        self._freed.set()
-
-    def fill(self, blocks: BlockIds, ids: Ids) -> None:
-        """Compute: the blocks hold what those of ``ids`` must."""
-        for part in self._slices(len(ids)):
-            self.array[blocks[part]] = self._content.of(ids[part])
-
-    def spoil(self, blocks: BlockIds, ids: Ids) -> None:
-        """Make every byte wrong, so that one that is not loaded is found."""
-        for part in self._slices(len(ids)):
-            self.array[blocks[part]] = ~self._content.of(ids[part])
-
-    def right(self, blocks: BlockIds, ids: Ids) -> npt.NDArray[np.bool_]:
-        """bool[n]: which blocks hold what they must, in every byte."""
-        found = np.zeros(len(ids), np.bool_)
-        for part in self._slices(len(ids)):
-            found[part] = (self.array[blocks[part]] == self._content.of(ids[part])).all(axis=1)
-        return found
-
-    def _slices(self, n: int) -> Iterator[slice]:
-        step = max(1, _SLICE_BYTES // self.array.shape[1])
-        return (slice(i, i + step) for i in range(0, n, step))
 
 
 async def run_engine(
@@ -286,8 +231,10 @@ class _Engine:
         """
         counted = self.pool.counters.since(self.counted)
         bad = [what for name, what in _FAILED.items() if name in counted]
-        if self.job.speed is None or self.late_in_a_row >= _LATE_IN_A_ROW:
+        if self.job.speed is None:
             bad += [what for name, what in _LATE.items() if name in counted]
+        elif self.late_in_a_row >= _LATE_IN_A_ROW:
+            bad.append(f"{self.late_in_a_row} requests in a row were late")
         if not bad:
             return ""
         reason = next(map(str, errors), self.log.message)
