@@ -15,8 +15,7 @@ import errno
 import fcntl
 import os
 import struct
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kvpool.backends._file_format import HEADER_BYTES
@@ -29,26 +28,26 @@ _KEEP = 0.9  # of the capacity is left after a removal: a count takes about 3 us
 
 
 class Capacity:
-    """The limit of one root, in bytes of file length. ``turn`` is called while waiting, and may raise to end a call."""
+    """The limit of one root, in bytes of file length."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._trusted = False
 
-    def write(self, tree: Tree, key: str, pieces: Sequence[memoryview], turn: Callable[[], None]) -> bool:
+    def write(self, tree: Tree, key: str, pieces: Sequence[memoryview]) -> bool:
         """Store a value within the limit; False if one is there already. Raises OSError (EFBIG) if it can never fit."""
         need = HEADER_BYTES + sum(piece.nbytes for piece in pieces)
         if need > self._limit:
             raise OSError(errno.EFBIG, f"{need} bytes with the header are more than the capacity of {self._limit}")
         with _opened(tree, "gate") as gate, _opened(tree, "writers") as writers:
-            _lock(gate, fcntl.LOCK_EX, turn)
+            tree.lock(gate, fcntl.LOCK_EX)
             used = self._used(gate)
             if used is None or used + need > self._limit:
-                _lock(writers, fcntl.LOCK_EX, turn)
-                used = self._make_room(tree, need, turn)
+                tree.lock(writers, fcntl.LOCK_EX)
+                used = self._make_room(tree, need)
                 self._trusted = True
             os.pwrite(gate, _COUNTER.pack(used + need), 0)
-            _lock(writers, fcntl.LOCK_SH, turn)
+            tree.lock(writers, fcntl.LOCK_SH)
             fcntl.flock(gate, fcntl.LOCK_UN)
             return tree.write(key, pieces)
 
@@ -57,12 +56,9 @@ class Capacity:
         data = os.pread(gate, _COUNTER.size, 0)
         return _COUNTER.unpack(data)[0] if self._trusted and len(data) == _COUNTER.size else None
 
-    def _make_room(self, tree: Tree, need: int, turn: Callable[[], None]) -> int:
+    def _make_room(self, tree: Tree, need: int) -> int:
         """Count all files; if ``need`` bytes more are too many, remove the least recently used. The bytes left."""
-        files = []
-        for file in tree.uses():
-            turn()
-            files.append(file)
+        files = list(tree.uses())
         used = sum(size for _, size, _ in files)
         if used + need <= self._limit:
             return used
@@ -71,7 +67,6 @@ class Capacity:
         for _, size, key in files:
             if used <= goal:
                 break
-            turn()
             with suppress(OSError):
                 tree.remove(key, prune=True)
                 used -= size
@@ -87,17 +82,3 @@ def _opened(tree: Tree, name: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _lock(fd: int, kind: int, turn: Callable[[], None]) -> None:
-    """Like flock, but for a call that may have to end while it waits."""
-    pause = 0.0001
-    while True:
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            turn()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
-        else:
-            return

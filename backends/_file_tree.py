@@ -17,21 +17,18 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 from kvpool.backends import _file_format as form
+from kvpool.backends import _file_io as io
 
 __all__ = ["Damaged", "Tree", "WrongSize"]
 
-_DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a planted FIFO must not hang us
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS}
 # Someone removes empty directories meanwhile (ext4 says EPERM to a new file in one): walk again, make them again.
 _GONE = {errno.ENOENT, errno.EPERM}
-_PIECES = 1000  # the kernel takes up to 1,024 in one call
 _TEMPORARY = "=tmp"
 _PARENTS = 16  # directories kept open during one batch
-
-#: os.preadv or os.pwritev
-_Move = Callable[[int, Sequence[memoryview], int], int]
 
 
 class Damaged(Exception):
@@ -45,15 +42,19 @@ class WrongSize(Exception):
 class Tree:
     """The files below ``root`` as seen during one batch; a context manager. Raises OSError where nothing else is said.
 
-    ``create``: make missing directories, for their owner only. ``refresh``: note when a value was last used, in its
-    file's modification time, to the second.
+    ``turn`` is called while something takes long, and may raise to end it. ``create``: make missing directories, for
+    their owner only. ``refresh``: note when a value was last used, in its file's modification time, to the second.
     """
 
-    def __init__(self, root: str, *, create: bool = False, refresh: bool = False) -> None:
+    def __init__(
+        self, root: str, turn: Callable[[], None] = lambda: None, *, create: bool = False, refresh: bool = False
+    ) -> None:
         self._root = root
+        self._turn = turn
         self._create = create
         self._refresh = refresh
         self._parents: dict[str, int] = {}
+        self._held: int | None = None
 
     def __enter__(self) -> Tree:
         return self
@@ -66,6 +67,9 @@ class Tree:
         for fd in self._parents.values():
             os.close(fd)
         self._parents.clear()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def exists(self, key: str) -> bool:
         """Whether a file long enough to be a value is there."""
@@ -84,10 +88,10 @@ class Tree:
     def read(self, key: str, pieces: Sequence[memoryview]) -> None:
         """Fill ``pieces``. Raises FileNotFoundError, :class:`Damaged` or :class:`WrongSize`."""
         place = form.place_of(key)
-        with self._directory(place) as directory, _opened(place.name, _READ, directory) as fd:
+        with self._directory(place) as directory, io.opened(place.name, _READ, directory) as fd:
             head, spill = bytearray(form.HEADER_BYTES), bytearray(1)  # a byte too many shows up in the spill
             wanted = form.HEADER_BYTES + sum(p.nbytes for p in pieces)
-            moved = _move(os.preadv, fd, [memoryview(head), *pieces, memoryview(spill)])
+            moved = io.move_all(os.preadv, fd, [memoryview(head), *pieces, memoryview(spill)])
             if moved == wanted and form.payload_bytes(head) == moved - form.HEADER_BYTES:
                 problem = form.damage(key, head, moved, pieces)
             else:
@@ -95,23 +99,24 @@ class Tree:
                 if not problem:
                     raise WrongSize(f"{form.payload_bytes(head)} bytes are stored, {wanted - len(head)} are expected")
             if problem:
-                _remove_if_same(place.name, directory, fd)
+                io.remove_if_same(place.name, directory, fd)
                 raise Damaged(problem)
             if self._refresh and _is_old(os.fstat(fd)):
                 with contextlib.suppress(OSError):
                     os.utime(fd)
 
-    def write(self, key: str, pieces: Sequence[memoryview], *, retries: int = 2) -> bool:
+    def write(self, key: str, pieces: Sequence[memoryview]) -> bool:
         """Store a value whole, or not at all; False if one is there already."""
         place = form.place_of(key)
-        try:
-            with self._directory(place) as directory:
-                return self._write(place.name, directory, key, pieces)
-        except OSError as error:
-            if error.errno not in _GONE or not retries:
-                raise
-        self.close()
-        return self.write(key, pieces, retries=retries - 1)
+        for last in (False, True):
+            try:
+                with self._directory(place) as directory:
+                    return self._write(place.name, directory, key, pieces)
+            except OSError as error:
+                if last or error.errno not in _GONE:
+                    raise
+                self._hold_off_prune()
+        raise AssertionError("unreachable")
 
     def remove(self, key: str, *, prune: bool = False) -> bool:
         """Remove a file; False if there is none. ``prune``: and its directory, if that is empty now."""
@@ -143,20 +148,43 @@ class Tree:
         return os.open(f"={name}", flags, 0o600, dir_fd=self._parent(""))
 
     def prune(self) -> None:
-        """Remove empty directories; writers make theirs again."""
-        for directory, _, _ in os.walk(self._root, topdown=False):
-            if directory != self._root:
-                with contextlib.suppress(OSError):
-                    os.rmdir(directory)
+        """Remove empty directories, unless a writer has asked not to; other writers make theirs again."""
+        with contextlib.suppress(OSError), io.opened(self._root, _LIST, None) as root:
+            fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for directory, _, _ in os.walk(self._root, topdown=False):
+                self._turn()
+                if directory != self._root:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(directory)
+
+    def _hold_off_prune(self) -> None:
+        """Forget the directories seen so far, and let none be pruned until the batch ends."""
+        self.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._held = os.open(self._root, _LIST)
+            self.lock(self._held, fcntl.LOCK_SH)
+
+    def lock(self, fd: int, kind: int) -> None:
+        """Like flock, for a call that may have to end while it waits."""
+        pause = 0.0001
+        while True:
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._turn()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+            else:
+                return
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files of writers that died. A live writer holds a lock on its own."""
         with contextlib.suppress(FileNotFoundError):
             directory = self._parent(_TEMPORARY, create=False)
             for name in os.listdir(f"{self._root}/{_TEMPORARY}"):
-                with contextlib.suppress(OSError), _opened(name, _READ, directory) as fd:
+                with contextlib.suppress(OSError), io.opened(name, _READ, directory) as fd:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove_if_same(name, directory, fd)
+                    io.remove_if_same(name, directory, fd)
 
     def make_root(self) -> None:
         """Create the root, for its owner only, unless it is there."""
@@ -166,7 +194,9 @@ class Tree:
         """Keys and their files. What comes or goes meanwhile may be missed; an unreadable root is an error."""
         with contextlib.suppress(FileNotFoundError):
             os.scandir(self._root).close()
-            yield from _walk(self._root, "", prefix)
+            for found in _walk(self._root, "", prefix):
+                self._turn()
+                yield found
 
     def _write(self, name: str, directory: int, key: str, pieces: Sequence[memoryview]) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -177,7 +207,7 @@ class Tree:
         with self._new_file(directory) as (fd, source, source_dir):
             views = [memoryview(form.header(key, pieces)), *pieces]
             wanted = sum(v.nbytes for v in views)
-            if _move(os.pwritev, fd, views) != wanted:
+            if io.move_all(os.pwritev, fd, views) != wanted:
                 raise OSError(errno.EIO, "the file could not be written in full")
             try:
                 os.link(source, name, src_dir_fd=source_dir, dst_dir_fd=directory, follow_symlinks=True)
@@ -217,7 +247,7 @@ class Tree:
 
     @contextlib.contextmanager
     def _directory(self, place: form.Place) -> Iterator[int]:
-        fd = _open_directory(place.fan, self._parent(place.parent), self._create)
+        fd = io.open_directory(place.fan, self._parent(place.parent), self._create)
         try:
             yield fd
         finally:
@@ -229,72 +259,27 @@ class Tree:
         if fd is not None:
             return fd
         create = self._create if create is None else create
-        if len(self._parents) >= _PARENTS:
-            self.close()
+        while len(self._parents) >= _PARENTS:
+            os.close(self._parents.pop(next(iter(self._parents))))
         try:
-            fd = os.open(self._root, _DIRECTORY & ~os.O_NOFOLLOW)  # the root itself may be a link of its owner's
+            fd = os.open(self._root, io.DIRECTORY & ~os.O_NOFOLLOW)  # the root itself may be a link of its owner's
         except FileNotFoundError:
             if not create:
                 raise
             self.make_root()
-            fd = os.open(self._root, _DIRECTORY & ~os.O_NOFOLLOW)
+            fd = os.open(self._root, io.DIRECTORY & ~os.O_NOFOLLOW)
         for part in filter(None, path.split("/")):
             above = fd
             try:
-                fd = _open_directory(part, above, create)
+                fd = io.open_directory(part, above, create)
             finally:
                 os.close(above)
         self._parents[path] = fd
         return fd
 
 
-def _open_directory(name: str, above: int, create: bool) -> int:
-    try:
-        return os.open(name, _DIRECTORY, dir_fd=above)
-    except FileNotFoundError:
-        if not create:
-            raise
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=above)
-    return os.open(name, _DIRECTORY, dir_fd=above)
-
-
-@contextlib.contextmanager
-def _opened(name: str, flags: int, directory: int) -> Iterator[int]:
-    fd = os.open(name, flags, dir_fd=directory)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _remove_if_same(name: str, directory: int, fd: int) -> None:
-    """Unlink ``name`` unless someone has put another file there since ``fd`` was opened."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False)):
-            os.unlink(name, dir_fd=directory)
-
-
 def _is_old(found: os.stat_result) -> bool:
     return time.time() - found.st_mtime > 1.0
-
-
-def _move(move: _Move, fd: int, views: list[memoryview]) -> int:
-    """Read or write all views from the start of the file, in one call where the kernel allows; the bytes moved.
-
-    Empties ``views``.
-    """
-    done = 0
-    while views:
-        moved = move(fd, views[:_PIECES], done)
-        if not moved:
-            break
-        done += moved
-        while views and moved >= views[0].nbytes:
-            moved -= views.pop(0).nbytes
-        if moved:
-            views[0] = views[0][moved:]
-    return done
 
 
 def _walk(path: str, relative: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -117,7 +117,7 @@ class FileStore(Store):
             if self._capacity is None:
                 new = tree.write(keys[i], source.views(i))
             else:
-                new = not tree.exists(keys[i]) and self._capacity.write(tree, keys[i], source.views(i), self._turn)
+                new = not tree.exists(keys[i]) and self._capacity.write(tree, keys[i], source.views(i))
             return Status.OK, sizes[i] if new else 0
 
         check_batch(keys, source)
@@ -144,7 +144,6 @@ class FileStore(Store):
             with self._tree() as tree:
                 removed = 0
                 for key in tree.keys(prefix):
-                    self._turn()
                     removed += tree.remove(key)
                 tree.prune()
                 return removed
@@ -191,7 +190,7 @@ class FileStore(Store):
         return None
 
     def _tree(self, *, create: bool = False) -> Tree:
-        return Tree(self._root, create=create, refresh=self._capacity is not None)
+        return Tree(self._root, self._turn, create=create, refresh=self._capacity is not None)
 
     def _turn(self) -> None:
         """Between two files, in the thread: stop if the call is cancelled or late, or the store closed."""

@@ -334,7 +334,7 @@ async def test_folders_that_vanish_under_a_writer_are_made_again(tmp_path: Path,
         with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(clear)
-                for i in range(150):
+                for i in range(60):
                     assert (await put(store, [(f"a/b/c/{i}", b"v"), (f"{i}/x", b"v")])).ok.all()
                 done = True
 
