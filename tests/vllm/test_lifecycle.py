@@ -17,11 +17,14 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("faults") / "script.json")
 
 
-@pytest.fixture(scope="module")
-def engine(model: Path, faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["model", pytest.param("hybrid_model", marks=pytest.mark.long)])
+def engine(
+    request: pytest.FixtureRequest, faults: Faults, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    model: Path = request.getfixturevalue(request.param)
     store = f"file://{tmp_path_factory.mktemp('store')}"
     timeouts = {"load_timeout_s": 1, "save_timeout_s": 1, "lookup_timeout_ms": 100, "failed_key_ttl_s": 0}
-    engine = Engine(model, {"store": faults.url(store), **timeouts})
+    engine = Engine(model, {"store": faults.url(store), **timeouts}, kv_bytes=64 << 20)
     yield engine
     engine.close()
 
