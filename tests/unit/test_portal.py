@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import subprocess
 import sys
 import textwrap
@@ -724,14 +723,3 @@ def test_a_forgotten_portal_does_not_hold_the_exit_up(anyio_backend: str, state:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == (["end", "left"] if state in ("idle", "running") else ["end"]), done.stderr
     assert done.stderr == ""
-
-
-def test_the_page_on_the_runtime_runs_as_it_stands() -> None:
-    page = ROOT / "docs" / "runtime.md"
-    text = page.read_text()
-    names: dict[str, Any] = {}
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) == 3
-    for block in blocks:
-        lines = "\n" * text.count("\n", 0, block.start(1))  # so that a failure names the line of the page
-        exec(compile(lines + block[1], str(page), "exec"), names)
