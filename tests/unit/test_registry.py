@@ -179,7 +179,7 @@ def test_built_in_names() -> None:
 
 
 def test_unknown_names_list_what_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"unknown store 'memroy'; did you mean 'memory'\? \(known: file, memory"):
+    with pytest.raises(ConfigError, match=r"unknown store 'memroy'; did you mean 'memory'\? \(known: .*file, .*memory"):
         create_store("memroy://")
     with pytest.raises(ConfigError, match=r"unknown transport 'file' \(known: inprocess, zmq\+ipc, zmq\+tcp"):
         create_transport("file:///x")
@@ -227,7 +227,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     registry._entry_points.cache_clear()
     try:
         assert isinstance(create_store("near://"), MemoryStore)
-        assert known_names("stores") == ["file", "memory", "near", "twice"]
+        assert {"file", "memory", "near", "twice"} <= set(known_names("stores"))
         with pytest.raises(ConfigError, match=r"'twice' is registered more than once: kvpool.*, other:Store"):
             create_store("twice://")
         assert isinstance(create_store("file:///x"), FileStore), "a built-in name was taken over"
