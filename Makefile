@@ -12,7 +12,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-long format clean
+.PHONY: help demo test test-fast test-long redis-server format clean
 .PHONY: lint lint-ruff lint-format lint-imports lint-mypy lint-pyright
 
 help:
@@ -27,14 +27,17 @@ help:
 demo: $(VENV)/.core
 	@$(bin)/python examples/demo.py
 
-test: $(VENV)/.dev $(VENV)/.vllm
+test: $(VENV)/.dev $(VENV)/.vllm redis-server
 	@$(bin)/python -m pytest $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.dev
+test-fast: $(VENV)/.dev redis-server
 	@$(bin)/python -m pytest -m 'not vllm and not long' $(PYTEST_ARGS)
 
-test-long: $(VENV)/.dev $(VENV)/.vllm
+test-long: $(VENV)/.dev $(VENV)/.vllm redis-server
 	@$(bin)/python -m pytest -m long $(PYTEST_ARGS)
+
+redis-server: $(VENV)/.dev
+	@scripts/install-redis.sh $(bin)/python
 
 # `make -k lint` goes on after the first checker that complains.
 lint: lint-ruff lint-format lint-imports lint-mypy lint-pyright

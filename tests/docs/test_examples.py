@@ -85,5 +85,7 @@ def test_architecture_names_every_room() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = [path.stem for path in (ROOT / "kvpool").glob("[a-z]*.py")]
     rooms += [f"{path.parent.name}/" for path in (ROOT / "kvpool").glob("[a-z]*/__init__.py")]
-    rooms += [path.stem for path in ROOT.glob("backends/[a-z]*.py")] + [p.stem for p in ROOT.glob("protocols/[a-z]*.py")]
+    rooms += [path.stem for path in ROOT.glob("backends/[a-z]*.py")] + [
+        p.stem for p in ROOT.glob("protocols/[a-z]*.py")
+    ]
     assert [room for room in rooms if f"`{room}`" not in text] == []
