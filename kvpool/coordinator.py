@@ -48,7 +48,11 @@ class Coordinator:
         spec, probes = self.spec, []
         limit = max(min(spec.align(num_tokens), num_hashes * spec.hash_block_size), 0)
         # With partial hits a later request may resume at any hash block, so no chunk is ruled out.
-        masks = (None,) * len(spec.groups) if spec.partial_hits else self.lookup_mask(num_tokens)
+        masks = (
+            (None,) * len(spec.groups)
+            if spec.partial_hits
+            else self.lookup_mask(min(num_tokens, limit + spec.common_block))
+        )
         for i in spec.cached_groups:
             if spec.partial_hits and (spec.groups[i].kind.dense or spec.groups[i].kind is Kind.MAMBA):
                 ids = np.arange(limit // spec.hash_block_size)

@@ -91,7 +91,7 @@ class _Group:
         by_hash = spec.partial_hits and (self.dense or self.mamba)
         self.unit_hashes = 1 if by_hash else self.per_chunk
         self.units = self.known if by_hash else self.chunks
-        held = 0 if self.mamba else local_tokens // self.block  # by the engine; a Mamba state serves one length only
+        held = local_tokens // self.block  # by the engine; a hit is longer, so no Mamba state among them is of use
         self.chunks[:held] = PRESENT
         self.run, self.run_end = min(held, len(self.chunks)), len(self.chunks)
 
@@ -222,7 +222,7 @@ def _union(a: Ids | None, b: Ids) -> Ids:
 
 def search(spec: CacheSpec, num_tokens: int, num_hashes: int, local_tokens: int = 0) -> Search:
     """Search as :meth:`kvpool.coordinator.Coordinator.search` describes."""
-    miss = Hit(0, (0,) * len(spec.groups))
+    miss, local_tokens = Hit(0, (0,) * len(spec.groups)), max(local_tokens, 0)
     limit = max(min(spec.align(num_tokens), num_hashes * spec.hash_block_size), 0)
     groups = {i: _Group(spec, i, limit, local_tokens) for i in spec.cached_groups}
     top = spec.align(min(num_tokens - 1, limit - max(g.margin for g in groups.values())))

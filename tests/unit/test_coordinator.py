@@ -164,6 +164,22 @@ class TestSearch:
         trace = drive(spec, 1601, stored)
         assert trace.hit == Hit(32 * 16, (512, 512, 512))
 
+    def test_the_sixth_wave_settles_whatever_is_open(self) -> None:
+        """The worst case: the dense run ends in the middle, and the only state is the very first."""
+        spec = CacheSpec((CacheGroup(Kind.FULL, 16), CacheGroup(Kind.MAMBA, 16)), 16)
+        trace = drive(spec, LONG, {0: set(range(9_000)), 1: {0}})
+        assert trace.hit == Hit(16, (16, 16))
+        assert len(trace.waves) == MAX_WAVES
+        assert [sum(group for group, _ in wave) for wave in trace.waves] == [
+            1,
+            0,
+            0,
+            4,
+            32 + 1024,
+            9_000 - 4 - 32 - 1024,
+        ]
+        assert drive(spec, LONG, {0: set(range(9_000)), 1: set()}).hit.length == 0
+
     def test_partial_hits_name_the_boundary_each_group_stored(self) -> None:
         spec = CacheSpec((CacheGroup(Kind.FULL, 16), CacheGroup(Kind.MAMBA, 16)), 4, partial_hits=True)
         # The dense chunk 16..31 is stored as far as 28; the state as of 24.
