@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from kvpool.backends._file_format import HEADER_BYTES, damage, header
-from kvpool.backends._redis_wire import Connection, Reply, ServerError
+from kvpool.backends._redis_wire import Connection, Reply, ServerError, command
 from kvpool.errors import StoreError
 from kvpool.memory import Buffers
 from kvpool.store import Results, Status
@@ -42,7 +42,7 @@ class Batch:
         """A command that answers 1 or 0 for each key: OK or ABSENT. One round trip, however many keys."""
 
         async def receive(window: Window) -> ServerError | None:
-            return self._settle(window, await connection.lines(len(window)))
+            return await self._settle(connection, window)
 
         windows = [wanted[at : at + _KEYS] for at in range(0, len(wanted), _KEYS)]
         return await self._pipeline(windows, len(windows), lambda window: self._send(verb, connection, window), receive)
@@ -75,8 +75,7 @@ class Batch:
         windows = list(_windows(wanted, sizes))
         refused = await self._pipeline(windows, 2, lambda window: self._send(b"GET", connection, window), receive)
         if damaged:
-            await self._send(b"UNLINK", connection, damaged)
-            await connection.lines(len(damaged))
+            await connection.ask(*(command("UNLINK", self.names[i]) for i in damaged))
         return refused
 
     async def put(
@@ -101,7 +100,7 @@ class Batch:
             await connection.send(parts, replies=len(window))
 
         async def receive(window: Window) -> ServerError | None:
-            return self._settle(window, await connection.lines(len(window)), sizes)
+            return await self._settle(connection, window, sizes)
 
         return await self._pipeline(list(_windows(wanted, sizes)), 2, send, receive)
 
@@ -139,17 +138,23 @@ class Batch:
                 self.fail(left.popleft(), refused)
         return refused
 
-    def _settle(self, window: Window, lines: list[bytes], sizes: list[int] | None = None) -> ServerError | None:
-        """The outcome of each key by a line of the server; an error that stands for all of them is returned."""
+    async def _settle(
+        self, connection: Connection, window: Window, sizes: Sequence[int] | None = None
+    ) -> ServerError | None:
+        """The outcome of each key by a line of the server."""
         refused = None
-        for i, line in zip(window, lines, strict=True):
-            status = _STATUS.get(line)
-            if status is None:
-                refused = self._refuse(i, ServerError.of(line)) or refused
-            else:
-                self.results.status[i] = status
-                if sizes is not None and line == b"+OK":
-                    self.results.nbytes[i] = sizes[i]
+        done = 0
+        while done < len(window):
+            for line in await connection.lines(len(window) - done):
+                i = window[done]
+                done += 1
+                status = _STATUS.get(line)
+                if status is None:
+                    refused = self._refuse(i, ServerError.of(line)) or refused
+                else:
+                    self.results.status[i] = status
+                    if sizes is not None and line == b"+OK":
+                        self.results.nbytes[i] = sizes[i]
         return refused
 
     def _refuse(self, i: int, error: ServerError) -> ServerError | None:

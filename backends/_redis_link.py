@@ -11,6 +11,7 @@ import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 
 import anyio
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _SLICE_BYTES = 1 << 20  # moved between two turns of the loop: about 0.2 ms
 _PIECES = 1000  # memory pieces in one system call; Linux allows 1024
 _BUFFER_BYTES = 1 << 16
+_CLOSED = "the server closed the connection"
 _SMALL_BYTES = 1 << 14  # so few bytes pass through the buffer: one system call for many values. A TLS record, too
 
 
@@ -86,6 +88,13 @@ class Link:
             pass
         return False
 
+    def last_words(self) -> bytes:
+        """The last error line that arrived before the link broke, if there was one."""
+        with suppress(OSError):
+            self._end += self._sock.recv_into(self._view[self._end :])
+        lines = bytes(self._view[self._start : self._end]).split(b"\r\n")
+        return next((line for line in reversed(lines) if line.startswith(b"-")), b"")
+
     def close(self) -> None:
         """Let go of the socket; no task may be waiting for it."""
         self._sock.close()
@@ -109,6 +118,15 @@ class Link:
         line = bytes(self._view[self._start : end])
         self._start = end + 2
         return line
+
+    async def lines(self, most: int) -> list[bytes]:
+        """The next lines, as many as are here, at least one and at most so many."""
+        end = self._buffer.rfind(b"\r\n", self._start, self._end)
+        if end < 0:
+            return [await self.line()]
+        lines = bytes(self._view[self._start : end]).split(b"\r\n", most)[:most]
+        self._start += sum(map(len, lines)) + 2 * len(lines)
+        return lines
 
     async def receive(self, pieces: Sequence[memoryview]) -> None:
         """Fill the pieces, none of them empty, with what comes next."""
@@ -160,7 +178,7 @@ class Link:
     def _read(self, pieces: list[memoryview]) -> int:
         got = self._sock.recv_into(pieces[0]) if self._tls else self._sock.recvmsg_into(pieces)[0]
         if not got:
-            raise ConnectionLost("the server closed the connection")
+            raise ConnectionLost(_CLOSED)
         return got
 
     def _write(self, pieces: list[memoryview]) -> int:
@@ -177,6 +195,8 @@ class Link:
                 wait = anyio.wait_readable
             except ssl.SSLWantWriteError:
                 wait = anyio.wait_writable
+            except (BrokenPipeError, ConnectionResetError):
+                raise ConnectionLost(_CLOSED) from None
             except OSError as error:
                 raise ConnectionLost(error.strerror or str(error)) from error
             with anyio.move_on_after(self._silence) as scope:

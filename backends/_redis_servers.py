@@ -28,6 +28,7 @@ class Pool:
         self._transfers = anyio.Semaphore(size - 1, fast_acquire=True)
         self._idle: list[Connection] = []
         self._age = 0
+        self._retired = False
 
     @asynccontextmanager
     async def connection(self, *, transfer: bool = False) -> AsyncIterator[Connection]:
@@ -42,7 +43,7 @@ class Pool:
             try:
                 yield connection
             finally:
-                if connection.idle and age == self._age:
+                if connection.idle and age == self._age and not self._retired:
                     self._idle.append(connection)
                 else:
                     connection.close()
@@ -60,6 +61,11 @@ class Pool:
         self._age += 1
         while self._idle:
             self._idle.pop().close()
+
+    def retire(self) -> None:
+        """Hang up, and keep no connection from now on."""
+        self._retired = True
+        self.close()
 
 
 class Servers(ABC):
@@ -110,13 +116,17 @@ def through_sentinels(
 ) -> Callable[[], Awaitable[Connection]]:
     """Connects to the master that the first Sentinel which answers names; they are asked for each connection."""
 
+    order = list(sentinels)
+
     async def connect() -> Connection:
         failures = []
-        for sentinel in sentinels:
+        for sentinel in list(order):
             try:
                 master = await _ask_once(sentinel, sentinel_access, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
             except (ConnectionLost, ServerError) as error:
                 failures.append(f"{sentinel}: {error}")
+                order.remove(sentinel)
+                order.append(sentinel)
                 continue
             match master:
                 case [bytes(host), bytes(port)]:
@@ -186,12 +196,11 @@ class Cluster(Servers):
             self._pools[address] = self._pools.pop(address)  # to the end
 
     def moved(self, pool: Pool, error: ServerError) -> bool:
-        place = str(error).split()[-1]  # MOVED slot host:port
-        host, _, port = place.rpartition(":")
-        (asked,) = (address for address, known in self._pools.items() if known is pool)
-        address = Address(host.strip("[]") or asked.host, int(port) if port.isdigit() else asked.port)
         self._owners = []
-        self._pools = {address: self._pool(address), **self._pools}  # it knows best
+        host, _, port = str(error).split()[-1].rpartition(":")  # MOVED slot host:port
+        asked = next((address.host for address, known in self._pools.items() if known is pool), "")
+        address = Address(host.strip("[]") or asked, int(port) if port.isdigit() else 0)
+        self._pools = {address: self._pool(address), **self._pools}  # it knows best: ask it first
         return True
 
     def close(self) -> None:
@@ -233,7 +242,7 @@ class Cluster(Servers):
                     raise ConnectionLost(f"CLUSTER SLOTS answered {entry!r}")
         used = set(owners)
         for address in [a for a, pool in self._pools.items() if pool not in used and a not in self._seeds]:
-            self._pools.pop(address).close()
+            self._pools.pop(address).retire()
         return owners
 
 

@@ -60,12 +60,6 @@ class Access:
         if self.db:
             yield command("SELECT", self.db)
 
-    def redact(self, error: ServerError) -> ServerError:
-        """Without the password: a server that does not know AUTH answers with the words after it."""
-        text = str(error).replace(self.password, "***") if self.password else str(error)
-        # A server cuts long words off, and this class long replies.
-        return ServerError("unknown command 'AUTH'" if self.password and "unknown command" in text else text)
-
 
 def command(*words: str | int | bytes) -> bytes:
     """A command as it goes over the wire."""
@@ -74,7 +68,8 @@ def command(*words: str | int | bytes) -> bytes:
 
 
 class Connection:
-    """Used by one task at a time. Every method that waits raises ConnectionLost."""
+    """Used by one task at a time. Methods that wait raise ConnectionLost; ``send`` and ``ask`` raise ServerError if the
+    server hung up and said why."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -90,7 +85,11 @@ class Connection:
                     connection = cls(link)
                     for reply in await connection.ask(*access.greeting()):
                         if isinstance(reply, ServerError):
-                            raise access.redact(reply)
+                            # What does not know AUTH may answer with the words after it.
+                            text = str(reply).partition(", with args")[0]
+                            raise ServerError(text.replace(access.password, "***") if access.password else text)
+                        if reply != b"OK":
+                            raise ConnectionLost("not a Redis server: it does not answer OK to AUTH or SELECT")
                 except BaseException:
                     link.close()
                     raise
@@ -116,7 +115,12 @@ class Connection:
     async def send(self, parts: Sequence[Buffer], *, replies: int) -> None:
         """Send commands, in any pieces; ``replies`` is how many commands they are."""
         self._owed += replies
-        await self._link.send(parts)
+        try:
+            await self._link.send(parts)
+        except ConnectionLost:
+            if words := self._link.last_words():  # why the server hung up while it was sent something
+                raise ServerError.of(words) from None
+            raise
         await self._link.turn(replies * _COMMAND_COST)
 
     async def ask(self, *commands: bytes) -> list[Reply]:
@@ -128,20 +132,15 @@ class Connection:
             self._owed -= 1
         return replies
 
-    async def lines(self, count: int) -> list[bytes]:
-        """The next replies, all of kinds that fit on a line (as numbers, OK and errors do), as they are."""
-        lines: list[bytes] = []
-        rest = b""
-        while len(lines) < count:
-            # No line is shorter than 4 bytes, but of one that is cut off a single byte may be missing.
-            text = bytearray(4 * (count - len(lines)) - (3 if rest else 0))
-            await self._link.receive([memoryview(text)])
-            *more, rest = (rest + text).split(b"\r\n")
-            lines += more
-        if not all(line.startswith((b"+", b"-", b":")) or line == b"$-1" for line in lines):
-            _strange(next(line for line in lines if line[:1] not in b"+-:" and line != b"$-1"))
-        self._owed -= count
-        await self._link.turn(count * _COMMAND_COST)
+    async def lines(self, most: int) -> list[bytes]:
+        """The next replies, as many as are here, at least one and at most so many; all of kinds that fit on a line, as
+        numbers, OK, errors and "there is none" do."""
+        lines = await self._link.lines(most)
+        for line in lines:
+            if not line.startswith((b"+", b"-", b":")) and line != b"$-1":
+                _strange(line)
+        self._owed -= len(lines)
+        await self._link.turn(len(lines) * _COMMAND_COST)
         return lines
 
     async def value(self, head: memoryview, pieces: Sequence[memoryview]) -> Reply:
@@ -176,9 +175,9 @@ class Connection:
         if kind not in (b"$", b"*"):
             _strange(line)
         length = _number(line)
-        if length < 0:
+        if length == -1:
             return None
-        if length > _REPLY_BYTES:
+        if not 0 <= length <= _REPLY_BYTES:
             _strange(line)
         if kind == b"*":
             return [await self._read(await self._link.line()) for _ in range(length)]

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -95,7 +96,8 @@ class RedisServer:
             "dir": str(self.folder),
             "logfile": "log",
             "save": "",
-        } | {name.replace("_", "-"): value for name, value in options.items()}
+        }
+        self.options.update({name.replace("_", "-"): value for name, value in options.items()})
         self._process: subprocess.Popen[bytes] | None = None
         self._raw: RawClient | None = None
 
@@ -172,3 +174,28 @@ class RedisServer:
 def _die_with_parent() -> None:
     """In the new process: a test run that is killed leaves no server behind (PR_SET_PDEATHSIG)."""
     _libc.prctl(1, signal.SIGKILL)
+
+
+@contextmanager
+def fake_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of something that is no Redis: ``answer`` is called in a thread with each connection, which then ends."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.settimeout(_START_S)
+                answer(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
