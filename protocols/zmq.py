@@ -43,6 +43,9 @@ from kvpool.transport import (
 
 __all__ = ["ZmqTransport"]
 
+# Messages that a server reads before its other tasks get a turn.
+_BURST = 64
+
 
 class ZmqTransport(LookupTransport):
     """One lookup channel over ZeroMQ. ``url``: where; pickles as that."""
@@ -102,45 +105,51 @@ class _Server:
         self._router = router
         self._wire = wire
         self._handling = handling
-        self._slots = anyio.Semaphore(max_handlers, fast_acquire=True)
+        self._free = max_handlers
+        self._slot_freed = anyio.Event()
         self._tasks = tasks
-        self._nap: anyio.CancelScope | None = None
 
     async def listen(self) -> None:
         """Read and start requests for ever. With all slots taken nothing is read: requests run out in the queue."""
         while True:
-            await self._slots.acquire()
-            identity, *message = await self._next_message()
-            verdict = self._wire.accept(message)
-            if isinstance(verdict, Incoming):
-                self._tasks.start_soon(self._handle, bytes(identity), verdict)
-                continue
-            self._slots.release()
-            if verdict is not None:
-                self._send(bytes(identity), verdict)
+            await self._drain()
+            if self._free:
+                await anyio.wait_readable(self._router.FD)
+            else:
+                self._slot_freed = anyio.Event()
+                await self._slot_freed.wait()
+
+    async def _drain(self) -> None:
+        """Read until nothing is left or all slots are taken."""
+        while self._read(_BURST):
             await checkpoint()  # a flood of garbage must not keep lookups from running
 
-    async def _next_message(self) -> list[memoryview]:
-        while (frames := receive(self._router)) is None:
-            with anyio.CancelScope() as self._nap:
-                await anyio.wait_readable(self._router.FD)
-            self._nap = None
-        return frames
+    def _read(self, limit: int) -> bool:
+        """Read up to ``limit`` messages; whether there may be more."""
+        for _ in range(limit):
+            if not self._free or (frames := receive(self._router)) is None:
+                return False
+            identity, *message = frames
+            verdict = self._wire.accept(message)
+            if isinstance(verdict, Incoming):
+                self._free -= 1
+                self._tasks.start_soon(self._handle, bytes(identity), verdict)
+            elif verdict is not None:
+                self._send(bytes(identity), verdict)
+        return True
 
     async def _handle(self, identity: bytes, incoming: Incoming) -> None:
-        try:
-            left = (incoming.deadline_ns - self._wire.clock.now()) / NS
-            outcome = await self._handling.run(incoming.request, anyio.current_time() + left)
-        finally:
-            self._slots.release()
+        left = (incoming.deadline_ns - self._wire.clock.now()) / NS
+        outcome = await self._handling.run(incoming.request, anyio.current_time() + left)
         if outcome is not None:
             self._send(identity, self._wire.reply(incoming.id, outcome))
+        self._free += 1
+        self._slot_freed.set()
+        await self._drain()  # sending has used up the signal that the listener may wait for
 
     def _send(self, identity: bytes, reply: bytes) -> None:
         """To a client that is gone, or takes no more, ZeroMQ drops it."""
         self._router.send_multipart([identity, reply], NOBLOCK)
-        if self._nap is not None and int(self._router.get(zmq.EVENTS)) & POLLIN:
-            self._nap.cancel()  # sending has used up the signal that the listener waits for
 
 
 async def _authenticate(auth: zmq.Socket[bytes], keys: Keys) -> None:

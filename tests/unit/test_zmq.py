@@ -171,9 +171,9 @@ from kvpool.testing._lookups import Handler
 async def main():
     async with create_transport(sys.argv[1]).serve(Handler()):
         if os.fork() == 0:
+            print("serving", flush=True)
             time.sleep(60)  # outlives the server
             os._exit(0)
-        print("serving", flush=True)
         await anyio.sleep_forever()
 anyio.run(main)
 """
