@@ -84,6 +84,7 @@ class KeySpace:
     def __init__(self, namespace: Namespace, spec: CacheSpec) -> None:
         self.namespace = namespace
         self.spec = spec
+        self._prefixes = [[f"{namespace.hex}/{g}.{s}/" for s in range(x.shards)] for g, x in enumerate(spec.groups)]
 
     @cached_property
     def manifest_key(self) -> str:
@@ -92,9 +93,9 @@ class KeySpace:
 
     def prefix(self, group: int, shard: int) -> str:
         """What the keys of one group and shard begin with. Raises ConfigError if the spec has no such shard."""
-        if not 0 <= group < len(self.spec.groups) or not 0 <= shard < self.spec.groups[group].shards:
+        if not 0 <= group < len(self._prefixes) or not 0 <= shard < len(self._prefixes[group]):
             raise ConfigError(f"no group {group} with shard {shard} in {self.spec}")
-        return f"{self.namespace.hex}/{group}.{shard}/"
+        return self._prefixes[group][shard]
 
     def keys(self, group: int, shard: int, hashes: BlockHashes, hash_ids: npt.NDArray[np.intp]) -> list[str]:
         """One key for each hash index in ``hash_ids`` (intp[n]); only these digests are read.

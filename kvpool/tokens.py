@@ -105,8 +105,7 @@ class ChunkedTokenDatabase:
             ids = np.asarray(chunk_mask, np.bool_)[: max(end - start, 0)].nonzero()[0] + start
         if put_step > 1:
             ids = ids[ids % put_step == (put_step_rank + group) % put_step]
-        ends = np.minimum((ids + 1) * block, tokens)
-        return Chunks(ids, ends, ends // hash_block - 1)
+        return self._named(group, ids, tokens)
 
     def process_tokens(
         self,
@@ -163,7 +162,10 @@ class ChunkedTokenDatabase:
         return self._named(group, np.arange(first, -(-end // info.block_size), dtype=np.intp), end)
 
     def _named(self, group: int, ids: Ids, tokens: int) -> Chunks:
-        ends = np.minimum((ids + 1) * self.spec.groups[group].block_size, tokens)
+        """Ascending chunks of the first ``tokens`` tokens."""
+        ends = (ids + 1) * self.spec.groups[group].block_size
+        if len(ends) and ends[-1] > tokens:
+            ends[-1] = tokens
         return Chunks(ids, ends, ends // self.spec.hash_block_size - 1)
 
     # -- what they are called
