@@ -36,6 +36,18 @@ class StoreClosed(StoreError):
     """The store was used before it was opened or after it was closed."""
 
 
+class WrongLength(StoreError):
+    """A stored value is not as long as the memory it should fill; goes with CORRUPT in ``Results.errors``.
+
+    ``stored`` and ``wanted``: bytes. A store that can tell reports it, so that a wrapper can look at what is there.
+    """
+
+    def __init__(self, stored: int, wanted: int) -> None:
+        super().__init__(f"{stored} bytes are stored, {wanted} are expected")
+        self.stored = stored
+        self.wanted = wanted
+
+
 class TransportError(KVPoolError):
     """A lookup could not be carried to the store's process and back."""
 

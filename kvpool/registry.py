@@ -37,6 +37,9 @@ _BUILTIN: Mapping[str, Mapping[str, str]] = {
             ["redis", "rediss", "redis+unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"],
             "kvpool.backends.redis:RedisStore",
         ),
+        "checked": "kvpool.backends.checked:CheckedStore",
+        "guarded": "kvpool.backends.guarded:GuardedStore",
+        "tiered": "kvpool.backends.tiered:TieredStore",
     },
     "transports": {
         "inprocess": "kvpool.protocols.inprocess:InProcessTransport",

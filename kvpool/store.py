@@ -154,7 +154,10 @@ class Store(ABC):
 
     @abstractmethod
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
-        """Store each value, if its key is absent. OK means a later reader may find it, not that it is durable."""
+        """Store each value, if its key is absent. OK means a later reader may find it, not that it is durable.
+
+        ``nbytes`` is 0 for a key that was there before, whose value is another's.
+        """
 
     @abstractmethod
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
