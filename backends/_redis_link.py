@@ -11,7 +11,6 @@ import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 
 import anyio
@@ -89,9 +88,15 @@ class Link:
         return False
 
     def last_words(self) -> bytes:
-        """The last error line that arrived before the link broke, if there was one."""
-        with suppress(OSError):
+        """The last error line, or alert of TLS, that arrived before the link broke, if there was one."""
+        try:
             self._end += self._sock.recv_into(self._view[self._end :])
+        except (ssl.SSLWantReadError, ssl.SSLEOFError):
+            pass
+        except ssl.SSLError as error:
+            return f"-{error}".encode()
+        except OSError:
+            pass
         lines = bytes(self._view[self._start : self._end]).split(b"\r\n")
         return next((line for line in reversed(lines) if line.startswith(b"-")), b"")
 
@@ -195,7 +200,7 @@ class Link:
                 wait = anyio.wait_readable
             except ssl.SSLWantWriteError:
                 wait = anyio.wait_writable
-            except (BrokenPipeError, ConnectionResetError):
+            except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
                 raise ConnectionLost(_CLOSED) from None
             except OSError as error:
                 raise ConnectionLost(error.strerror or str(error)) from error
