@@ -17,11 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvpool.config import Config
+from kvpool.errors import ConfigError
 from kvpool.keys import Namespace
+from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
-from kvpool.vllm.layout import block_layouts, cache_spec, layout_facts
+from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
 from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_random_seed
 from kvpool.vllm.scheduler import SchedulerSide
@@ -57,8 +60,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._config = Config.load(transfer.kv_connector_extra_config)
-        create_store(self._config.store)  # wrong options stop both halves at start; nothing is opened here
+        store = create_store(self._config.store)  # wrong options stop both halves at start; nothing is opened here
         self._spec = cache_spec(vllm_config, kv_cache_config)
+        ranks = self._spec.parallel.size
+        if ranks > 1 and not store.capabilities.shared:
+            raise ConfigError(
+                f"store: {type(store).__name__} keeps its values in one process, and this engine has {ranks} ranks; "
+                "use a store that they share, such as file:///path or redis://host"
+            )
         transport = {"url": self._config.transport or _private_url(vllm_config), "codec": self._config.codec}
         create_transport(transport)
         self._work: StepWork | None = None
@@ -83,7 +92,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 epoch=_epoch(self._config),
             )
         else:
-            self.worker = WorkerSide(self._config, self._spec, transport)
+            rank = Rank(get_tp_group().rank_in_group, get_pp_group().rank_in_group)
+            self.worker = WorkerSide(
+                self._config,
+                self._spec,
+                transport if rank == Rank() else None,
+                rank=rank,
+                kv_heads=kv_heads(self._spec, vllm_config),
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

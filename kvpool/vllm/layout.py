@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +20,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvpool.errors import LayoutError, UnsupportedError
+from kvpool.errors import ConfigError, LayoutError, UnsupportedError
 from kvpool.keys import Fact
 from kvpool.memory import BlockLayout, Region
+from kvpool.ranks import Parallel
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 
 if TYPE_CHECKING:
@@ -33,17 +36,22 @@ _KINDS: dict[type, Kind] = {
     SlidingWindowMLASpec: Kind.SLIDING_WINDOW,
 }
 
-__all__ = ["block_layouts", "cache_spec", "layout_facts"]
+__all__ = ["block_layouts", "cache_spec", "kv_heads", "layout_facts"]
 
 
 def cache_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheSpec:
     """The groups of this engine. Raises UnsupportedError with every reason why the pool cannot serve it."""
     reasons = _engine_reasons(vllm_config)
+    ranks = vllm_config.parallel_config
+    parallel = Parallel(ranks.tensor_parallel_size, ranks.pipeline_parallel_size)
     groups = []
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         made = _cache_group(group)
         if isinstance(made, CacheGroup):
-            groups.append(made)
+            try:
+                groups.append(replace(made, shards=parallel.shards(_kv_heads(made.kind, vllm_config))))
+            except ConfigError as error:
+                reasons.append(f"group {i}: {error}")
         else:
             reasons.append(f"group {i} {made}")
     if reasons:
@@ -52,6 +60,7 @@ def cache_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Cache
         tuple(groups),
         kv_cache_config.hash_block_size or math.gcd(*(g.block_size for g in groups)),
         retention_interval=kv_cache_config.prefix_cache_retention_interval,
+        parallel=parallel,
     )
 
 
@@ -77,8 +86,6 @@ def _cache_group(group: KVCacheGroupSpec) -> CacheGroup | str:
 def _engine_reasons(vllm_config: VllmConfig) -> list[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     sizes = {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
         "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
     }
@@ -94,6 +101,15 @@ def _engine_reasons(vllm_config: VllmConfig) -> list[str]:
     if vllm_config.model_config.is_encoder_decoder:
         reasons.append("encoder-decoder models (cross attention) are not supported")
     return reasons
+
+
+def kv_heads(spec: CacheSpec, vllm_config: VllmConfig) -> list[int | None]:
+    """For each group, the KV heads of the whole model: what decides which ranks hold the same bytes."""
+    return [_kv_heads(group.kind, vllm_config) for group in spec.groups]
+
+
+def _kv_heads(kind: Kind, vllm_config: VllmConfig) -> int | None:
+    return 1 if kind is Kind.MLA else vllm_config.model_config.get_total_num_kv_heads()
 
 
 def block_layouts(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> list[BlockLayout]:
@@ -135,27 +151,28 @@ def block_layouts(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCach
 
 
 def layout_facts(kv_caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig) -> dict[str, Fact]:
-    """What only the worker knows of the bytes of a block: shapes, dtypes, packing, kernel and instruction set."""
+    """What only the worker knows of the bytes of a block: shapes, dtypes, packing, kernel and instruction set.
+
+    The same on all ranks of an engine, whichever layers they hold.
+    """
     context = vllm_config.compilation_config.static_forward_context
-    layers: list[Fact] = []
+    layers: dict[str, Fact] = {}
     for name, tensor in kv_caches.items():
         layer = context.get(name)
         backend = layer.get_attn_backend() if layer is not None and hasattr(layer, "get_attn_backend") else None
         block = tensor[0]
-        layers.append(
-            {
-                "layer": name,
-                "shape": list(block.shape),
-                "order": sorted(range(block.dim()), key=lambda d, b=block: -b.stride(d)),  # type: ignore[misc]
-                "dtype": str(tensor.dtype),
-                "backend": getattr(backend, "__qualname__", str(backend)),
-            }
-        )
+        form: dict[str, Fact] = {
+            "shape": list(block.shape),
+            "strides": list(block.stride()),
+            "dtype": str(tensor.dtype),
+            "backend": getattr(backend, "__qualname__", str(backend)),
+        }
+        layers[json.dumps(form)] = form
     device = next(iter(kv_caches.values())).device.type
     return {
         "device": device,
         # The CPU kernels pack K and V for the instruction set they run on.
         "instructions": torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
         "amx": device == "cpu" and bool(torch.cpu._is_amx_tile_supported()),
-        "layers": layers,
+        "layers": [layers[key] for key in sorted(layers)],
     }

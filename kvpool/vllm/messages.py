@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +12,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvpool.hashes import BlockHashes
 from kvpool.keys import Namespace
 
+#: How many ranks have ended a job, and whether it went well on all of them.
+Ended: TypeAlias = tuple[int, bool]
+
 __all__ = ["Job", "Part", "StepWork", "WorkerReport"]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Chunks of one group. ``hashes``: one digest a chunk. ``block_ids``: intp[n], the engine block of each."""
+    """Chunks of one group: ``chunk_ids`` intp[n], ``hashes`` one digest each, ``block_ids`` intp[n] its block each."""
 
     group: int
+    chunk_ids: npt.NDArray[np.intp]
     hashes: BlockHashes
     block_ids: npt.NDArray[np.intp]
 
@@ -55,24 +60,29 @@ class StepWork(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Worker to scheduler; summed over ranks, so each rank reports each event exactly once.
 
-    ``released``: save job -> ranks that will not read its blocks again. ``saved``, ``loaded``: job -> whether every
-    chunk was stored, or loaded, on all ranks that have reported.
+    ``released``: save job -> ranks that will not read its blocks again. ``saved``, ``loaded``: job -> ranks that have
+    ended it, and whether every chunk was stored, or loaded, on all of them. ``layouts``: digest of a block layout ->
+    ranks that have it; once, at start.
     """
 
     released: dict[int, int] = field(default_factory=dict)
-    saved: dict[int, bool] = field(default_factory=dict)
-    loaded: dict[int, bool] = field(default_factory=dict)
+    saved: dict[int, Ended] = field(default_factory=dict)
+    loaded: dict[int, Ended] = field(default_factory=dict)
+    layouts: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The report of both ranks together."""
         assert isinstance(other, WorkerReport)
-        total = WorkerReport(dict(self.released), dict(self.saved), dict(self.loaded))
+        total = WorkerReport(dict(self.released), dict(self.saved), dict(self.loaded), dict(self.layouts))
         for job, ranks in other.released.items():
             total.released[job] = total.released.get(job, 0) + ranks
+        for layout, ranks in other.layouts.items():
+            total.layouts[layout] = total.layouts.get(layout, 0) + ranks
         for mine, theirs in ((total.saved, other.saved), (total.loaded, other.loaded)):
-            for job, ok in theirs.items():
-                mine[job] = mine.get(job, True) and ok
+            for job, (ranks, ok) in theirs.items():
+                before = mine.get(job, (0, True))
+                mine[job] = before[0] + ranks, before[1] and ok
         return total
 
     def __bool__(self) -> bool:
-        return bool(self.released or self.saved or self.loaded)
+        return bool(self.released or self.saved or self.loaded or self.layouts)

@@ -65,7 +65,7 @@ class _RequestState:
 @dataclass(slots=True)
 class _Load:
     state: _RequestState
-    job: Job
+    ranks_left: int
 
 
 @dataclass(slots=True)
@@ -73,10 +73,13 @@ class _Save:
     range: SaveRange
     pinned: list[KVCacheBlock]
     quarantine_at: float
+    ranks_reading: int
+    ranks_left: int
+    stored: bool = True
 
 
 class SchedulerSide:
-    """One rank. ``client`` answers lookups from the process that holds the store."""
+    """``client`` answers lookups from the process that holds the store."""
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class SchedulerSide:
         self._saves: dict[int, _Save] = {}
         self._progress = SaveProgress()
         self._pinned_blocks = 0
+        self._layouts: set[str] = set()
         self._grace_left = config.lookup_grace_ms / 1000
         self._pool: BlockPool | None = None
 
@@ -230,7 +234,7 @@ class SchedulerSide:
             wanted = self._database.chunks(end, len(request.block_hashes), first, group=g)
             found[g] = self._database.blocks(g, wanted, tables[g])
         job = self._job(state, found)
-        self._loads[job.number] = _Load(state, job)
+        self._loads[job.number] = _Load(state, self.spec.parallel.size)
         self._new_loads.append(job)
 
     def _job(self, state: _RequestState, found: Mapping[int, tuple[Chunks, npt.NDArray[np.intp]]]) -> Job:
@@ -238,6 +242,7 @@ class SchedulerSide:
         parts = tuple(
             Part(
                 group,
+                chunks.ids,
                 BlockHashes(b"".join(hashes[i] for i in chunks.hash_ids.tolist()), len(hashes[0]), scheme=self._scheme),
                 blocks.reshape(-1),
             )
@@ -291,7 +296,8 @@ class SchedulerSide:
             self._pool.touch(blocks)
             self._pinned_blocks += len(blocks)
             until = time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S
-            self._saves[job.number] = _Save(due, blocks, until)
+            ranks = self.spec.parallel.size
+            self._saves[job.number] = _Save(due, blocks, until, ranks, ranks)
             yield job
 
     def _save_job(self, state: _RequestState, due: SaveRange, tables: Sequence[list[int]]) -> Job | None:
@@ -312,19 +318,37 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
-        for number, ok in report.loaded.items():
-            load = self._loads.pop(number, None)
-            if load is not None and not ok:
-                load.state.no_lookup = True
-        for number in report.released:
-            save = self._saves.get(number)
-            if save is not None:
-                self._unpin(save)
-        for number, stored in report.saved.items():
-            save = self._saves.pop(number, None)
-            if save is not None:
-                self._unpin(save)
-                self._progress.report(save.range, saved=stored)
+        self._compare_layouts(report.layouts)
+        for number, (ranks, ok) in report.loaded.items():
+            if (load := self._loads.get(number)) is not None:
+                load.ranks_left -= ranks
+                load.state.no_lookup |= not ok
+                if load.ranks_left <= 0:
+                    del self._loads[number]
+        for number, ranks in report.released.items():
+            if (save := self._saves.get(number)) is not None:
+                save.ranks_reading -= ranks
+                if save.ranks_reading <= 0:
+                    self._unpin(save)
+        for number, (ranks, ok) in report.saved.items():
+            if (save := self._saves.get(number)) is not None:
+                save.ranks_left -= ranks
+                save.stored &= ok
+                if save.ranks_left <= 0:
+                    del self._saves[number]
+                    self._unpin(save)
+                    self._progress.report(save.range, saved=save.stored)
+
+    def _compare_layouts(self, layouts: Mapping[str, int]) -> None:
+        """Ranks whose blocks differ in form cannot share one namespace: then the engine goes on without the pool."""
+        self._layouts.update(layouts)
+        if len(self._layouts) > 1 and (self._reads or self._writes):
+            self._reads = self._writes = False
+            logger.error(
+                "kvpool is switched off: the ranks hold their KV blocks in different layouts (%s). Run all ranks on "
+                "the same kind of machine, with the same attention backend and dtype.",
+                ", ".join(sorted(self._layouts)),
+            )
 
     def _unpin(self, save: _Save) -> None:
         assert self._pool is not None

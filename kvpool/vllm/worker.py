@@ -10,7 +10,7 @@ import collections
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeAlias, cast
 
@@ -19,17 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Config
+from kvpool.hashes import BlockHashes
 from kvpool.keys import Fact, KeySpace, Namespace
 from kvpool.memory import BlockLayout
 from kvpool.metrics import Counters
 from kvpool.pool import KVPool, Transfer
 from kvpool.portal import Portal
+from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
 from kvpool.spec import CacheSpec
 from kvpool.transport import LookupRequest, LookupResult
 from kvpool.vllm.messages import Job, StepWork, WorkerReport
 
-__all__ = ["WorkerSide", "serve_pool"]
+__all__ = ["WorkerSide"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,37 +73,28 @@ class _Spaces:
         return space
 
 
-@asynccontextmanager
-async def serve_pool(
-    config: Config,
-    spec: CacheSpec,
-    layouts: Sequence[BlockLayout],
-    spaces: _Spaces,
-    transport: Mapping[str, str],
-    counters: Counters,
-) -> AsyncIterator[KVPool]:
-    """The life of a worker's event loop: a pool on its store, and a server that answers the scheduler's lookups."""
-    lookups = create_transport(transport)
-    namespace = Namespace.of({"spaces": "named by each job"})
-    store = create_store(config.store)
-    pool = KVPool(store, spec=spec, namespace=namespace, layouts=layouts, config=config, counters=counters)
-
-    async def answer(request: LookupRequest) -> LookupResult:
-        space = spaces.get(request.namespace, request.epoch)
-        hit = await pool.lookup(request.hashes, request.num_tokens, local_tokens=request.local_tokens, keyspace=space)
-        return LookupResult(hit.length, hit.boundaries, request.epoch, config.max_age_s)
-
-    async with pool, lookups.serve(answer):
-        yield pool
-
-
 class WorkerSide:
-    """One rank's worker. Call :meth:`start` once the block memory is known."""
+    """One rank's worker. Call :meth:`start` once the block memory is known.
 
-    def __init__(self, config: Config, spec: CacheSpec, transport: Mapping[str, str]) -> None:
+    ``kv_heads``: for each group, the KV heads of the whole model. ``transport``: where lookups are answered; None on
+    all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spec: CacheSpec,
+        transport: Mapping[str, str] | None,
+        *,
+        rank: Rank = Rank(),  # noqa: B008
+        kv_heads: Sequence[int | None] = (),
+    ) -> None:
         self._config = config
         self._spec = spec
         self._transport = transport
+        heads = tuple(kv_heads) or (None,) * len(spec.groups)
+        self._shards = [spec.parallel.shard(rank, h) for h in heads]
+        self._stripes = [spec.parallel.put_stripe(rank, h) for h in heads]
         self._namespace: Namespace | None = None
         self._epoch = b""
         self._loads: dict[int, Job] = {}
@@ -119,13 +112,35 @@ class WorkerSide:
         """Start the event loop, the store and the lookup server, in the background."""
         self.layouts = tuple(layouts)
         self._spaces = _Spaces(self._spec, layout)
-        digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
-        logger.info("kvpool: worker serves %d groups, block layout %s", len(layouts), digest)
-        self._portal = Portal(
-            partial(serve_pool, self._config, self._spec, self.layouts, self._spaces, self._transport, self._counters),
-            backend=self._config.event_loop,
-        )
+        self._report.layouts[hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()] = 1
+        self._portal = Portal(self._lifespan, backend=self._config.event_loop)
         self._portal.submit(_hello, token=("hello", 0))
+
+    @asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[KVPool]:
+        """The event loop's life: a pool on its store and, on the first rank, a server for the scheduler's lookups."""
+        config = self._config
+        pool = KVPool(
+            create_store(config.store),
+            spec=self._spec,
+            namespace=Namespace.of({"key spaces": "named by each job"}),
+            layouts=self.layouts,
+            shards=self._shards,
+            config=config,
+            counters=self._counters,
+        )
+
+        async def answer(request: LookupRequest) -> LookupResult:
+            space = self._spaces.get(request.namespace, request.epoch)
+            hit = await pool.lookup(
+                request.hashes, request.num_tokens, local_tokens=request.local_tokens, keyspace=space
+            )
+            return LookupResult(hit.length, hit.boundaries, request.epoch, config.max_age_s)
+
+        async with pool, AsyncExitStack() as stack:
+            if self._transport is not None:
+                await stack.enter_async_context(create_transport(self._transport).serve(answer))
+            yield pool
 
     # ---- one step
 
@@ -140,7 +155,7 @@ class WorkerSide:
         for job in work.saves:
             self._saves[job.number] = job
             released = partial(self._released.append, job.number)
-            self._portal.submit(_save, self._transfers(job), self._space(job), released, token=("save", job.number))
+            self._portal.submit(_save, self._striped(job), self._space(job), released, token=("save", job.number))
 
     def collect(self, work: StepWork) -> None:
         """Take in what has ended since the last step."""
@@ -172,12 +187,12 @@ class WorkerSide:
         elif failed:
             self._invalid.update(bad[0].tolist())
         self._received.add(job.request_id)
-        self._report.loaded[number] = not failed
+        self._report.loaded[number] = 1, not failed
 
     def _saved(self, number: int, stored: Columns | None) -> None:
         self._release(number)
         del self._saves[number]
-        self._report.saved[number] = stored is not None and all(bool(ok.all()) for ok in stored)
+        self._report.saved[number] = 1, stored is not None and all(bool(ok.all()) for ok in stored)
 
     def _release(self, number: int) -> None:
         # "copied" and the job's end may both tell; the scheduler counts ranks, so it hears of each job once.
@@ -230,6 +245,16 @@ class WorkerSide:
     @staticmethod
     def _transfers(job: Job) -> list[Transfer]:
         return [Transfer(part.group, part.hashes, part.block_ids) for part in job.parts]
+
+    def _striped(self, job: Job) -> list[Transfer]:
+        """What this rank stores of a job: of values that several ranks hold alike, its own stripe."""
+        parts = []
+        for part in job.parts:
+            step, phase = self._stripes[part.group]
+            mine = np.flatnonzero(part.chunk_ids % step == (phase + part.group) % step)
+            hashes = BlockHashes(part.hashes.pack(mine), part.hashes.hash_len, scheme=part.hashes.scheme)
+            parts.append(Transfer(part.group, hashes, part.block_ids[mine]))
+        return parts
 
 
 async def _hello(pool: KVPool) -> None:

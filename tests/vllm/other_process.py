@@ -1,4 +1,4 @@
-"""An engine in a process of its own: ``python -m tests.vllm.other_process MODEL STORE local|external``.
+"""An engine in a process of its own: ``python -m tests.vllm.other_process MODEL STORE local|external [TP] [PP]``.
 
 "local" computes a prompt, saves it and prints the output of a second run, served by vLLM's own prefix cache; "external"
 prints the output of a first run, served by the store.
@@ -15,7 +15,7 @@ from typing import Any
 from tests.vllm.engine import BLOCK, ENVIRONMENT, prompt
 
 
-def main(model: str, store: str, phase: str) -> None:
+def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = "1") -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -24,7 +24,9 @@ def main(model: str, store: str, phase: str) -> None:
     llm: Any = LLM(
         model=model,
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=pipeline == "1",  # vLLM cannot run pipeline stages eagerly on CPU
+        tensor_parallel_size=int(tensor),
+        pipeline_parallel_size=int(pipeline),
         dtype="float32",
         seed=0,
         max_model_len=2048,

@@ -7,6 +7,7 @@ served by vLLM's own local prefix hit. Cold against cached may differ by roundin
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,12 +149,28 @@ def test_two_engines_share_one_directory(model: Path, tmp_path: Path, multiproce
     assert (second["tokens"], second["logprobs"]) == (first["tokens"], first["logprobs"])
 
 
-def _other_process(model: Path, store: Path, phase: str, multiprocessing: bool) -> dict[str, Any]:
-    import os
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"),
+    [pytest.param(2, 1, id="tensor-parallel"), pytest.param(1, 2, id="pipeline-parallel", marks=pytest.mark.long)],
+)
+def test_ranks_load_their_own_shards(hybrid_model: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
+    """Two ranks, two engines one after the other: what is stored is there once a rank, and comes back bit for bit."""
+    first = _other_process(hybrid_model, tmp_path, "local", True, tensor, pipeline)
+    objects = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.parent.name.endswith((".0", ".1"))]
+    assert len({p.parent.parent.name for p in objects}) == 6, "three groups, two shards each"
+    second = _other_process(hybrid_model, tmp_path, "external", True, tensor, pipeline)
+    assert second["cached"] == first["cached"] == 1000 // BLOCK * BLOCK
+    assert (second["tokens"], second["logprobs"]) == (first["tokens"], first["logprobs"])
 
+
+def _other_process(
+    model: Path, store: Path, phase: str, multiprocessing: bool, tensor: int = 1, pipeline: int = 1
+) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
+    if tensor * pipeline > 1:
+        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_AOT_COMPILE": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.other_process", str(model), str(store), phase],
+        [sys.executable, "-m", "tests.vllm.other_process", str(model), str(store), phase, str(tensor), str(pipeline)],
         capture_output=True,
         text=True,
         timeout=300,
