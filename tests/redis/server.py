@@ -40,24 +40,38 @@ def find_server() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that is free, and so is the one 10,000 above it, which a cluster's server takes for its peers."""
+    while True:
+        with socket.socket() as one, socket.socket() as other, suppress(OSError, OverflowError):
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            other.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 class RawClient:
     """A blocking connection for what a test does behind the store's back. An error reply is raised as Refused."""
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
-        self._sock = connect()
-        self._sock.settimeout(_START_S)
-        self._file = self._sock.makefile("rb")
+        self._connect = connect
+        self._open()
 
     def __call__(self, *words: str | bytes | int) -> Any:
         texts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
         parts = [b"*%d\r\n" % len(texts), *(b"$%d\r\n%b\r\n" % (len(text), text) for text in texts)]
-        self._sock.sendall(b"".join(parts))
-        return self._reply()
+        try:
+            self._sock.sendall(b"".join(parts))
+            return self._reply()
+        except ConnectionError:  # Sentinels hang up on every client of a server whose role changes
+            self.close()
+            self._open()
+            self._sock.sendall(b"".join(parts))
+            return self._reply()
+
+    def _open(self) -> None:
+        self._sock = self._connect()
+        self._sock.settimeout(_START_S)
+        self._file = self._sock.makefile("rb")
 
     def _reply(self) -> Any:
         line = self._file.readline()
@@ -97,6 +111,7 @@ class RedisServer:
             "logfile": "log",
             "save": "",
         }
+        self.arguments: list[str] = []
         self.options.update({name.replace("_", "-"): value for name, value in options.items()})
         self._process: subprocess.Popen[bytes] | None = None
         self._raw: RawClient | None = None
@@ -119,7 +134,8 @@ class RedisServer:
         """Start, and wait until it takes connections."""
         options = {"port": self.port} | self.options
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        self._process = subprocess.Popen([find_server(), *words], preexec_fn=_die_with_parent)
+        words[:0] = [find_server(), *self.arguments]
+        self._process = subprocess.Popen(words, preexec_fn=_die_with_parent)
         give_up = time.monotonic() + _START_S
         while True:
             try:
@@ -129,7 +145,7 @@ class RedisServer:
                 if self._process.poll() is not None or time.monotonic() > give_up:
                     log = self.folder / "log"
                     said = log.read_text() if log.exists() else "nothing"
-                    raise RuntimeError(f"redis-server {words} does not start; it said:\n{said}") from None
+                    raise RuntimeError(f"{words} does not start; it said:\n{said}") from None
                 time.sleep(0.005)
 
     def kill(self) -> None:

@@ -56,14 +56,17 @@ class RedisConformance(StoreConformance[str]):
 
     def raw_damage(self, place: str, key: str, damage: Damage) -> None:
         raw = self.server.raw
-        found = raw("GET", place + key)
-        spoilt = {
+        other = raw("GET", place + key[:-1] + "0")
+        raw("SET", place + key, self.spoilt(damage, raw("GET", place + key), other))
+
+    @staticmethod
+    def spoilt(damage: Damage, found: bytes, other: bytes) -> bytes:
+        return {
             "truncate": found[:-1],
             "flip": found[:-7] + bytes([found[-7] ^ 0x10]) + found[-6:],
             "extend": found + b"x",
-            "foreign": raw("GET", place + key[:-1] + "0"),
-        }
-        raw("SET", place + key, spoilt[damage])
+            "foreign": other,
+        }[damage]
 
 
 class TestUnixSocket(RedisConformance):
