@@ -100,7 +100,7 @@ class TieredStore(Store):
         check_batch(keys, into)
         removals = self._removals
         near = await self._ask_near(lambda limit: self.near.get_into(keys, into, deadline=limit), len(keys), deadline)
-        results = near or Results.empty(len(keys))
+        results = Results.empty(len(keys)) if near is None else near
         rows = np.flatnonzero(~results.ok)
         self.counts["near_hits"] += len(keys) - len(rows)
         if near is not None and not len(rows):
@@ -171,7 +171,7 @@ class TieredStore(Store):
             await self._ask_near(lambda limit: self.near.delete(keys, deadline=limit), len(keys), math.inf)
 
     async def _ask_near(self, call: Callable[[float], Awaitable[Results]], n: int, deadline: float) -> Results | None:
-        """The near tier's answer; None: it has none."""
+        """The near tier's answer for ``n`` keys; None: it has none."""
         now = anyio.current_time()
         limit = min(deadline, now + self._near_timeout_s)
         if not (self._near_is_open and n and now < limit):
@@ -183,6 +183,8 @@ class TieredStore(Store):
         try:
             with move_on_at(limit + GRACE_S):
                 answer = await call(limit)
+                if len(answer) != n:
+                    raise StoreError(f"answered for {len(answer)} of {n} keys")
                 good = answered(answer)
                 return answer
             good = False

@@ -30,7 +30,8 @@ class TellingMemoryStore(MemoryStore):
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
         results = await super().get_into(keys, into, deadline=deadline)
-        for i in np.flatnonzero(results.status == Status.CORRUPT).tolist():
+        corrupt: list[int] = np.flatnonzero(results.status == Status.CORRUPT).tolist()
+        for i in corrupt:
             value = self._pool.get(keys[i])
             if value is not None:
                 results.errors[i] = WrongLength(value.nbytes, int(into.nbytes[i]))

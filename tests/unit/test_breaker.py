@@ -15,7 +15,7 @@ PATIENCE = 10.0
 
 def run(breaker: Breaker, outcomes: str, now: float = 0.0) -> list[str]:
     """Calls that end at once, a ``+`` or ``-`` each (``?`` says nothing); the state after each, or "refused"."""
-    states = []
+    states: list[str] = []
     for outcome in outcomes:
         ticket = breaker.admit(now, now + PATIENCE)
         if ticket is not None:

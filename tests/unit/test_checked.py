@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import anyio
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from kvpool.backends.memory import MemoryStore
 from kvpool.errors import ConfigError, WrongLength
 from kvpool.memory import Buffers
 from kvpool.registry import create_store
-from kvpool.store import ABSENT, PRESENT, Capabilities, Status
+from kvpool.store import ABSENT, PRESENT, Capabilities, Results, Status
 from kvpool.testing.faults import Fault, FaultyStore
 from kvpool.testing.stores import get, put
 from tests.conformance.test_wrappers import TellingMemoryStore
@@ -148,12 +151,11 @@ async def test_nothing_is_proven_after_the_deadline() -> None:
     keys = [f"big{i}" for i in range(n)]
 
     class Slow(MemoryStore):
-        """Done just before the deadline."""
+        """Takes all the time there is."""
 
-        async def get_into(self, *args: object, deadline: float, **kwargs: object):  # type: ignore[no-untyped-def,override]
-            results = await super().get_into(*args)  # type: ignore[arg-type]
-            while anyio.current_time() < deadline:
-                await anyio.sleep(0.001)
+        async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+            results = await super().get_into(keys, into)
+            await anyio.sleep_until(deadline)
             return results
 
     async with CheckedStore(Slow()) as store:
@@ -176,13 +178,14 @@ def test_by_url() -> None:
     store = create_store("checked://?store=memory://%3Fcapacity=1MiB&checksum=none")
     assert isinstance(store, CheckedStore)
     assert isinstance(store.inner, MemoryStore)
-    for source, message in [
+    bad: list[tuple[str | dict[str, object], str]] = [
         ("checked://", "option store is missing"),
         ("checked:///path?store=memory://", "checked://\\?option=value"),
         ("checked://?store=memory://&checksum=md5", "checksum='md5'.*xxh3_64 or none"),
         ({"url": "checked://", "store": "redis://:hunter2@h/x?bad=1"}, "bad"),
         ({"url": "checked://", "store": "redis://:hunter2@h", "bad": 1}, "unknown option bad"),
-    ]:
+    ]
+    for source, message in bad:
         with pytest.raises(ConfigError, match=message) as caught:
             create_store(source)
         assert "hunter2" not in repr(caught.value)

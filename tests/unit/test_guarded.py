@@ -8,14 +8,21 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
+import numpy as np
 import pytest
 
 from kvpool.backends._breaker import Breaker
-from kvpool.backends.guarded import GRACE_S, MAX_LEFT_BEHIND, GuardedStore
+from kvpool.backends._wrapping import GRACE_S
+from kvpool.backends.guarded import MAX_LEFT_BEHIND, GuardedStore
 from kvpool.backends.memory import MemoryStore
+from kvpool.config import Config
 from kvpool.errors import ConfigError, LayoutError, StoreClosed
-from kvpool.memory import Buffers
+from kvpool.hashes import chain_hashes
+from kvpool.keys import Namespace
+from kvpool.memory import BlockLayout, Buffers
+from kvpool.pool import KVPool
 from kvpool.registry import create_store
+from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status
 from kvpool.testing.faults import Fault, FaultyStore
 from kvpool.testing.simulation import simulate
@@ -83,11 +90,13 @@ class NativeStore(MemoryStore):
         with anyio.CancelScope(shield=True):
             await anyio.sleep(self.seconds)
             return await super().get_into(keys, into)
+        raise AssertionError("the scope is never cancelled")
 
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         with anyio.CancelScope(shield=True):
             await anyio.sleep(self.seconds)
             return await super().put(keys, source)
+        raise AssertionError("the scope is never cancelled")
 
 
 @pytest.mark.parametrize("end", ["deadline", "cancelled"])
@@ -152,6 +161,40 @@ def test_without_bounce_a_call_counts_as_failed_when_it_is_overdue() -> None:
                 await anyio.sleep(31)  # timeout_s is 30
                 assert (await store.exists(["k"])).tolist() == [UNKNOWN]
                 assert store.counts["refused"] == 1
+
+    run(main)
+
+
+def test_in_a_pool_without_bounce_the_pool_leaves_the_call_behind() -> None:
+    """The staging memory of a late load stays with its call; the load is over, and the engine's blocks are safe."""
+
+    async def main() -> None:
+        inner = NativeStore()
+        inner.seconds = 0
+        blocks = np.arange(256, dtype=np.uint8).reshape(4, 64)
+        pool = KVPool(
+            GuardedStore(inner, bounce=False),
+            spec=CacheSpec((CacheGroup(Kind.FULL, 4),), 4),
+            namespace=Namespace.of({"test": "guarded"}),
+            layouts=[BlockLayout.of_arrays(blocks)],
+            config=Config.load({"staging_bytes": 1 << 16, "batch_bytes": 1 << 12}, environ={}),
+        )
+        async with pool:
+            part = pool.transfer(0, chain_hashes(np.arange(16), 4), np.arange(4), np.arange(4))
+            assert (await pool.save([part]))[0].ok.all()
+            blocks[:] = 7
+            inner.seconds = 10
+            start = now()
+            (late,) = await pool.load([part], deadline=start + 1)
+            assert late.status.tolist() == [Status.TIMED_OUT] * 4
+            assert now() - start < 2
+            assert pool.staging.free_bytes < pool.staging.nbytes, "the call still has its memory"
+            await anyio.sleep(20)
+            assert pool.staging.free_bytes == pool.staging.nbytes
+            assert (blocks == 7).all()
+            inner.seconds = 0
+            assert (await pool.load([part]))[0].ok.all()
+            assert np.array_equal(blocks.reshape(-1), np.arange(256))
 
     run(main)
 

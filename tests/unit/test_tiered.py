@@ -14,7 +14,7 @@ from kvpool.backends.memory import MemoryStore
 from kvpool.backends.tiered import TieredStore
 from kvpool.errors import ConfigError, StoreClosed, StoreError
 from kvpool.registry import create_store
-from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status
+from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status, SupportsClear, SupportsScan
 from kvpool.testing.faults import Fault, FaultyStore
 from kvpool.testing.simulation import simulate
 from kvpool.testing.stores import get, put
@@ -107,8 +107,8 @@ async def test_clear_goes_to_both_and_scan_to_the_shared_tier() -> None:
     async with TieredStore(near, shared) as store:
         await put(store, ITEMS)
         await put(near, [("stray", b"x")])
-        assert hasattr(store, "clear")
-        assert hasattr(store, "scan")
+        assert isinstance(store, SupportsClear)
+        assert isinstance(store, SupportsScan)
         assert sorted([k async for k in store.scan()]) == KEYS
         assert await store.clear("a") == 1
         assert (await near.exists(KEYS)).tolist() == [ABSENT, PRESENT, PRESENT]
@@ -255,12 +255,13 @@ def test_by_url() -> None:
     assert isinstance(store, TieredStore)
     assert store.capabilities.shared
     assert isinstance(create_store("tiered://?near=memory://&shared=memory://x&near_timeout_s=1"), TieredStore)
-    for source, message in [
+    bad: list[tuple[str | dict[str, object], str]] = [
         ("tiered://?near=memory://", "option shared is missing"),
         ("tiered://x?near=memory://&shared=memory://", "tiered://\\?option=value"),
         ({"url": "tiered://", "near": "memory://", "shared": "redis://:hunter2@h", "fill": 1}, "unknown option fill"),
         ({"url": "tiered://", "near": "memory://", "shared": "redis://:hunter2@h/x?bad=1"}, "bad"),
-    ]:
+    ]
+    for source, message in bad:
         with pytest.raises(ConfigError, match=message) as caught:
             create_store(source)
         assert "hunter2" not in repr(caught.value)
