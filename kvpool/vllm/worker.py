@@ -102,6 +102,7 @@ class WorkerSide:
         self._released: collections.deque[int] = collections.deque()
         self._report = WorkerReport()
         self._counters = Counters()
+        self._told: dict[str, int] = {}
         self.layouts: tuple[BlockLayout, ...] = ()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -218,6 +219,13 @@ class WorkerSide:
         """What the scheduler's half needs to know, or None."""
         report, self._report = self._report, WorkerReport()
         return report or None
+
+    def take_stats(self) -> dict[str, int]:
+        """What the counters grew by since the last call."""
+        grown = self._counters.since(self._told)
+        if grown:
+            self._told = self._counters.snapshot()
+        return grown
 
     def counters(self) -> dict[str, int]:
         """What the pool has done so far."""
