@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,15 +20,12 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from kvpool.errors import ConfigError, TransportError
 from kvpool.protocols._lookup_wire import MAX_REPLY_BYTES
+from kvpool.protocols._zmq_context import SharedContext
 from kvpool.protocols._zmq_curve import ZAP_ENDPOINT, load_keys
 from kvpool.registry import URL
 
-__all__ = ["CLOSE_SECONDS", "NOBLOCK", "POLLIN", "POLLOUT", "SNDMORE_NOBLOCK", "Link", "Options", "receive"]
+__all__ = ["NOBLOCK", "POLLIN", "POLLOUT", "SNDMORE_NOBLOCK", "Link", "Options", "receive"]
 
-log = logging.getLogger(__name__)
-
-#: A transport lets go of its sockets and threads within this time, whether its peers live or not.
-CLOSE_SECONDS = 5.0
 # Plain numbers: arithmetic on the enums costs more than the calls they are for.
 NOBLOCK, SNDMORE_NOBLOCK = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -64,8 +59,8 @@ class Options(BaseModel):
     max_frame_bytes: Annotated[ByteSize, Field(ge=1024, le=1 << 30, description="1KiB to 1GiB")] = ByteSize(16 << 20)
     #: Lookups that a server handles at the same time; more wait in the sockets.
     max_handlers: int = Field(64, ge=1, le=10_000, description="1 to 10000")
-    #: A peer that is silent for three of these is given up and connected to again.
-    heartbeat_s: float = Field(1.0, ge=0.05, le=60, description="seconds, 0.05 to 60")
+    #: A client whose lookups stay unanswered for so long connects anew.
+    reconnect_after_s: float = Field(3.0, ge=0.1, le=60, description="seconds, 0.1 to 60")
     #: Own key pair: a secret certificate file as zmq.auth.create_certificates writes it.
     curve_keys: Path | None = None
     #: For clients: the server's public certificate file.
@@ -75,7 +70,7 @@ class Options(BaseModel):
 
 
 class Link:
-    """One address, and one ZeroMQ context that lives as long as any of its sockets. Thread-safe.
+    """One address, and the sockets at it. Thread-safe.
 
     Raises :class:`~kvpool.errors.ConfigError` for an address or option that cannot be.
     """
@@ -90,14 +85,10 @@ class Link:
         #: What ZeroMQ connects to.
         self.endpoint = _ipc_endpoint(self.url) if url.scheme == "zmq+ipc" else _tcp_endpoint(self.url, self.options)
         o = self.options
-        #: Seconds of silence after which a peer is given up.
-        self.silence = 3 * o.heartbeat_s
         #: Set if both ends prove who they are.
         self.keys = load_keys(url, o.curve_keys, o.curve_server, o.curve_clients)
-        self._lock = threading.Lock()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._pid = 0
-        self._sockets = 0
+        # Closing a socket is done only with its context, so a server has one without clients.
+        self._asking, self._serving = SharedContext(), SharedContext()
 
     def dealer(self) -> zmq.Socket[bytes]:
         """A client's socket, connecting in the background. Close it with :meth:`close`."""
@@ -154,32 +145,31 @@ class Link:
         transport, _, place = self.endpoint.partition("://")
         try:
             if transport == "ipc":
-                listener = socket.socket(socket.AF_UNIX)
-                listener.bind(place.replace("@", "\0", 1))
-                listener.listen(_BACKLOG)
-            else:
-                host, _, port = place.rpartition(":")
-                family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-                listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(place.replace("@", "\0", 1))
+                    listener.listen(_BACKLOG)
+                    return listener.detach()
+            host, _, port = place.rpartition(":")
+            family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address[:2], family=family, backlog=_BACKLOG).detach()
         except OSError as error:
             hint = "another server is live there; stop it or choose another address"
             reason = hint if error.errno == errno.EADDRINUSE else error.strerror or str(error)
             raise TransportError(f"{self.peer}: cannot serve: {reason}") from error
-        return listener.detach()
 
     @contextmanager
     def _new_socket(self, kind: int) -> Iterator[zmq.Socket[bytes]]:
-        with self._lock:
-            if self._context is None or self._pid != os.getpid():  # a context does not work in a forked child
-                self._context, self._pid, self._sockets = zmq.Context(), os.getpid(), 0
-            self._sockets += 1
-            new = self._context.socket(kind)
+        try:
+            new = (self._asking if kind == zmq.DEALER else self._serving).socket(kind)
+        except zmq.ZMQError as error:
+            raise TransportError(f"{self.peer}: {error}") from error
         try:
             new.set(zmq.LINGER, 0)
-            silence_ms = int(self.silence * 1000)
-            new.set(zmq.HEARTBEAT_IVL, silence_ms // 3)
-            new.set(zmq.HEARTBEAT_TIMEOUT, silence_ms)
-            new.set(zmq.HANDSHAKE_IVL, max(silence_ms, 1000))
+            # No heartbeats: when one is due on a connection that broke while its queue was full, libzmq 4.3 aborts the
+            # process (zeromq/libzmq#4767, #3937). A client that gets no answers connects anew instead.
+            new.set(zmq.HEARTBEAT_IVL, 0)
+            new.set(zmq.TCP_KEEPALIVE, 1)
+            new.set(zmq.HANDSHAKE_IVL, int(max(self.options.reconnect_after_s, 1.0) * 1000))
             new.set(zmq.IPV6, "[" in self.endpoint)
             yield new
         except zmq.ZMQError as error:
@@ -198,23 +188,10 @@ class Link:
             self.close(opened)
 
     def close(self, closing: zmq.Socket[bytes]) -> None:
-        """Close a socket of this link; the last one ends the context. In a millisecond or so, at most CLOSE_SECONDS."""
+        """Close a socket of this link. A server's address is free when this returns."""
         if closing.type == zmq.ROUTER:
             _listeners.discard(closing.get(zmq.USE_FD))
-        closing.close(linger=0)
-        with self._lock:
-            self._sockets -= 1
-            if self._sockets:
-                return
-            context, self._context = self._context, None
-        if context is not None:
-            end = threading.Thread(target=context.term, name="kvpool-zmq-term", daemon=True)
-            end.start()
-            end.join(CLOSE_SECONDS)
-            if end.is_alive():
-                log.error(
-                    "%s: ZeroMQ did not let go within %g s; left to a background thread", self.peer, CLOSE_SECONDS
-                )
+        (self._asking if closing.type == zmq.DEALER else self._serving).close(closing)
 
 
 def receive(source: zmq.Socket[bytes]) -> list[memoryview] | None:

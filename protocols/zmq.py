@@ -193,8 +193,11 @@ class _Channel:
 
     @property
     def is_stale(self) -> bool:
-        """Whether lookups have gone unanswered for as long as a peer may be silent: time for :meth:`renew`."""
-        return self._silent_since is not None and time.monotonic() - self._silent_since > self._link.silence
+        """Whether lookups have gone unanswered for too long: time for :meth:`renew`."""
+        return (
+            self._silent_since is not None
+            and time.monotonic() - self._silent_since > self._link.options.reconnect_after_s
+        )
 
     def renew(self) -> None:
         """Connect anew and send again what is open; changes ``fd``.
@@ -215,9 +218,9 @@ class _Channel:
     def _send(self, ticket: int, header: bytes, pieces: Sequence[Buffer]) -> bool:
         try:
             self._dealer.send(header, SNDMORE_NOBLOCK)
-        except zmq.Again:  # no server is there, or it does not keep up: the ticket stays in line
+            self._dealer.send(self._join(pieces), NOBLOCK)
+        except zmq.Again:  # no server is there, or it does not keep up, or it went in mid-message, which is then undone
             return False
-        self._dealer.send(self._join(pieces), NOBLOCK)  # there is room: a message counts as one
         self.table.sent(ticket)
         return True
 

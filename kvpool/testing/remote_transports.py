@@ -28,6 +28,7 @@ from kvpool.testing._lookups import (
     ServerProcess,
     assert_answered,
     lookup,
+    poll_all,
     until_answered,
 )
 from kvpool.testing.transports import TransportConformance
@@ -124,6 +125,29 @@ class RemoteTransportConformance(TransportConformance):
             await clients.assert_server_has_answered(0)
             assert_answered(await clients.ask(lookup()), lookup(), lookup())
 
+    async def test_a_busy_server_outlives_clients_that_vanish(self, anyio_backend: str) -> None:
+        """All its handlers hang, its queues are full, and the connections that filled them break."""
+        url = self.url()
+        transport = create_transport(url)
+
+        async def flood(client: PolledFace, seconds: float) -> None:
+            request = lookup(500, "hang")
+            for _ in range(10):  # a few at a time, so that they get out
+                await client.run(lambda: [client.client.submit(request, timeout=seconds) for _ in range(30)])
+                await client.run(lambda: client.client.poll(wait=0.01))
+
+        async with self._server(url, anyio_backend) as server:
+            async with PolledFace(transport) as holder:
+                await until_answered(holder)
+                await flood(holder, 1.5)
+                for _ in range(3):
+                    async with PolledFace(transport) as vanishing:
+                        await flood(vanishing, 1.5)
+                await anyio.sleep(1.0)
+            assert server.process.poll() is None
+            async with self._both(url) as clients:
+                await clients.until_answered()
+
     async def test_closing_beside_a_frozen_server(self, anyio_backend: str, face: type[Face]) -> None:
         url = self.url()
         async with self._server(url, anyio_backend) as server:
@@ -144,6 +168,25 @@ class RemoteTransportConformance(TransportConformance):
                 async with transport.serve(Handler()):
                     pytest.fail("two servers on one address")
             assert_answered(await client.ask(lookup()), lookup())
+
+    async def test_a_forked_child_makes_a_client_of_its_own(self) -> None:
+        transport = create_transport(self.url())
+        async with transport.serve(Handler()), PolledFace(transport) as face:
+            assert_answered(await face.ask(lookup()), lookup())
+
+            def fork() -> int:
+                if child := os.fork():
+                    return os.waitpid(child, 0)[1]
+                try:
+                    client = transport.polled_client()
+                    assert_answered(poll_all(client, [lookup(7)], HANG_S / 2), lookup(7))
+                    client.close()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+
+            assert await face.run(fork) == 0
+            assert_answered(await face.ask(lookup(5)), lookup(5))
 
     async def test_a_process_may_end_without_closing(self, anyio_backend: str) -> None:
         """Whatever a client forgot does not hold up the end of its process, beside a frozen server too."""

@@ -200,6 +200,14 @@ class TransportConformance:
                 [error] = await client.ask(lookup(), seconds=0.05)
                 assert isinstance(error, TransportError)
 
+    async def test_a_server_is_followed_at_once_by_the_next(self, transport: LookupTransport, face: type[Face]) -> None:
+        async with face(transport) as client:
+            for _ in range(20):
+                async with transport.serve(Handler()):
+                    await client.ask(lookup(), seconds=0.001)
+            async with transport.serve(Handler()):
+                await until_answered(client)
+
     async def test_submit_never_blocks(self, transport: LookupTransport) -> None:
         """With nobody there, and with a server that answers nothing: each ticket ends, none is answered."""
         requests = [lookup(2000, "hang")] * 300

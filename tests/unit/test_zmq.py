@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import anyio
@@ -96,7 +97,7 @@ def header(request: LookupRequest, request_id: int = 1) -> bytes:
         ("zmq+ipc://a?codec=morse", "unknown codec 'morse'"),
         ("zmq+ipc://a?max_frame_bytes=1", "1KiB to 1GiB"),
         ("zmq+ipc://a?max_handlers=0", "1 to 10000"),
-        ("zmq+ipc://a?heartbeat_s=nan", "0.05 to 60"),
+        ("zmq+ipc://a?reconnect_after_s=nan", "0.1 to 60"),
         ("zmq+tcp://127.0.0.1", "with a port"),
         ("zmq+tcp://:80", "with a port"),
         ("zmq+tcp://10.0.0.1:80", "not loopback"),
@@ -306,7 +307,7 @@ async def test_a_server_survives_whatever_comes_in(anyio_backend: str, transport
 
 @pytest.mark.anyio
 async def test_a_client_survives_whatever_comes_in(anyio_backend: str) -> None:
-    transport = transport_at("zmq+ipc://?heartbeat_s=0.1")
+    transport = transport_at("zmq+ipc://?reconnect_after_s=0.3")
     with raw_socket(transport, zmq.ROUTER) as fake:
         async with AsyncFace(transport) as client:
             wire, good = ServerWire(BinaryCodec()), lookup()
@@ -364,7 +365,7 @@ async def test_a_client_survives_whatever_comes_in(anyio_backend: str) -> None:
 @pytest.mark.parametrize("face", [AsyncFace, PolledFace], ids=["async", "polled"])
 async def test_a_stranger_on_the_address_is_outlived(anyio_backend: str, face: type[Face]) -> None:
     """ZeroMQ itself never connects again after a peer broke its protocol once."""
-    transport = transport_at("zmq+ipc://?heartbeat_s=0.1")
+    transport = transport_at("zmq+ipc://?reconnect_after_s=0.3")
     async with face(transport) as client:
         with raw_socket(transport, zmq.PUB):  # speaks ZeroMQ, but not with a DEALER
             await client.ask(lookup(), seconds=0.3)
@@ -432,3 +433,34 @@ async def test_a_client_on_another_host_is_held_to_the_servers_clock(
             [count] = await client.ask(lookup(do="count"))
             assert isinstance(count, LookupResult)
             assert count.hit_length == 1
+
+
+class _Dropped:
+    """A socket whose connection goes between the two frames of its first message, which ZeroMQ then takes back."""
+
+    def __init__(self, real: zmq.Socket[bytes]) -> None:
+        self.real = real
+        self.drops = 1
+        self.header = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def send(self, frame: bytes, flags: int) -> None:
+        if flags & zmq.SNDMORE:
+            self.header = frame
+        elif self.drops:
+            self.drops -= 1
+            raise zmq.Again
+        else:
+            self.real.send_multipart([self.header, frame], flags)
+
+
+@pytest.mark.anyio
+async def test_a_connection_that_goes_in_mid_message(anyio_backend: str, transport: ZmqTransport) -> None:
+    async with transport.serve(Handler()), AsyncFace(transport) as client:
+        assert await client.ask(lookup()) == [expected(lookup())]
+        channel = client.client._channel  # type: ignore[attr-defined]
+        channel._dealer = flaky = _Dropped(channel._dealer)
+        assert await client.ask(lookup(), lookup(5)) == [expected(lookup()), expected(lookup(5))]
+        assert flaky.drops == 0
