@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ByteSize, Field
 
 from kvpool.backends._lifecycle import Lifecycle
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, WrongLength
 from kvpool.memory import Buffers
 from kvpool.registry import URL
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
@@ -29,6 +29,9 @@ __all__ = ["MemoryStore"]
 
 #: A stored value. Never written to again once it is in a pool, so it may be read without a lock.
 Value = npt.NDArray[np.uint8]
+
+#: What :meth:`Results.set` takes for one key.
+_Outcome: TypeAlias = tuple[Status, int] | tuple[Status, int, Exception]
 
 _SLICE_BYTES = 1 << 20  # copied between two checkpoints: about 0.1 ms of the loop's time
 _KEY_COST = 1 << 12  # a key takes about as long as copying this many bytes
@@ -60,15 +63,19 @@ class _Pool:
         with self._lock:
             return self._touch(key)
 
-    def add(self, key: str, value: Value) -> None:
-        """Store a value that is no larger than the capacity, unless the key is there; the oldest make room."""
+    def add(self, key: str, value: Value) -> bool:
+        """Store a value that is no larger than the capacity, unless the key is there; the oldest make room.
+
+        Tells whether it was stored.
+        """
         with self._lock:
             if self._touch(key) is not None:
-                return
+                return False
             while self.capacity is not None and self._nbytes + value.nbytes > self.capacity:
                 self._nbytes -= self._values.popitem(last=False)[1].nbytes
             self._values[key] = value
             self._nbytes += value.nbytes
+        return True
 
     def remove(self, key: str) -> bool:
         with self._lock:
@@ -153,12 +160,12 @@ class MemoryStore(Store):
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
         sizes = into.nbytes.tolist()
 
-        async def get(i: int, turns: _Turns) -> tuple[Status, int]:
+        async def get(i: int, turns: _Turns) -> _Outcome:
             value = self._pool.get(keys[i])
             if value is None:
                 return Status.ABSENT, 0
             if value.nbytes != sizes[i]:
-                return Status.CORRUPT, 0
+                return Status.CORRUPT, 0, WrongLength(value.nbytes, sizes[i])
             start = 0
             for piece in _slices(into.views(i)):
                 if not await turns.take(piece.nbytes):
@@ -172,7 +179,7 @@ class MemoryStore(Store):
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         sizes = source.nbytes.tolist()
 
-        async def put(i: int, turns: _Turns) -> tuple[Status, int]:
+        async def put(i: int, turns: _Turns) -> _Outcome:
             if self._pool.get(keys[i]) is not None:
                 return Status.OK, 0
             if self._capacity is not None and sizes[i] > self._capacity:
@@ -184,13 +191,12 @@ class MemoryStore(Store):
                     return Status.TIMED_OUT, 0
                 np.copyto(value[start : start + piece.nbytes], piece)
                 start += piece.nbytes
-            self._pool.add(keys[i], value)
-            return Status.OK, start
+            return Status.OK, start if self._pool.add(keys[i], value) else 0
 
         return await self._each(keys, put, deadline, source)
 
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
-        async def delete(i: int, turns: _Turns) -> tuple[Status, int]:
+        async def delete(i: int, turns: _Turns) -> _Outcome:
             return (Status.OK if self._pool.remove(keys[i]) else Status.ABSENT), 0
 
         return await self._each(keys, delete, deadline)
@@ -209,7 +215,7 @@ class MemoryStore(Store):
     async def _each(
         self,
         keys: Sequence[str],
-        step: Callable[[int, _Turns], Awaitable[tuple[Status, int]]],
+        step: Callable[[int, _Turns], Awaitable[_Outcome]],
         deadline: float,
         buffers: Buffers | None = None,
     ) -> Results:

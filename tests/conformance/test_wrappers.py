@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,24 +16,9 @@ from kvpool.backends.file import FileStore
 from kvpool.backends.guarded import GuardedStore
 from kvpool.backends.memory import MemoryStore
 from kvpool.backends.tiered import TieredStore
-from kvpool.errors import WrongLength
-from kvpool.memory import Buffers
-from kvpool.store import Results, Status, Store
+from kvpool.store import Store
 from kvpool.testing.stores import Damage
 from tests.conformance import test_stores as plain
-
-
-class TellingMemoryStore(MemoryStore):
-    """A memory store that says how long a value is when another length was expected."""
-
-    async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
-        results = await super().get_into(keys, into, deadline=deadline)
-        corrupt: list[int] = np.flatnonzero(results.status == Status.CORRUPT).tolist()
-        for i in corrupt:
-            value = self._pool.get(keys[i])
-            if value is not None:
-                results.errors[i] = WrongLength(value.nbytes, int(into.nbytes[i]))
-        return results
 
 
 class _OverMemory(plain.TestMemoryStore):
@@ -62,7 +45,7 @@ class TestCheckedMemory(_OverMemory):
     damages: ClassVar[frozenset[Damage]] = frozenset({"truncate", "flip", "extend", "foreign"})
 
     def store(self, place: str) -> Store:
-        return CheckedStore(TellingMemoryStore(name=place))
+        return CheckedStore(MemoryStore(name=place))
 
     def raw_read(self, place: str, key: str) -> bytes | None:
         value = super().raw_read(place, key)
@@ -124,4 +107,4 @@ class TestAllOfThemAtOnce(TestCheckedMemory):
 
     def store(self, place: str) -> Store:
         near = CheckedStore(MemoryStore(), checksum="none")
-        return TieredStore(near, GuardedStore(CheckedStore(TellingMemoryStore(name=place))))
+        return TieredStore(near, GuardedStore(CheckedStore(MemoryStore(name=place))))

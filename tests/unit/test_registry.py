@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ByteSize, Field, SecretStr
 
@@ -123,6 +123,7 @@ def test_a_missing_option_is_named() -> None:
 secrets = st.text(st.sampled_from("QXZ7/?#@:&%+ "), min_size=3, max_size=12).map(lambda s: f"QZQ{s}XQX")
 
 
+@settings(deadline=None)
 @given(
     secret=secrets, name=st.sampled_from(["password", "auth_token", "API_KEY", "client-secret", "sentinel_password"])
 )
