@@ -110,7 +110,7 @@ class BlockHashes(Sequence[bytes]):
         if not self._count and isinstance(flat, bytes):  # nothing to append to: keep what was joined just now
             self._rows, self._count = new, end
             return
-        if end > len(self._rows) or not self._rows.flags.writeable or not self._rows.flags.c_contiguous:
+        if end > len(self._rows):  # always so for a buffer of the caller's, and for a slice
             grown = np.empty((max(end, 2 * self._count, 64), self.hash_len), np.uint8)  # doubling: appends stay linear
             grown[: self._count] = self._rows[: self._count]
             self._rows = grown
@@ -129,14 +129,12 @@ class BlockHashes(Sequence[bytes]):
 
 
 def _rows(data: Buffer, hash_len: int) -> Rows:
-    """The buffer as read-only uint8[n, hash_len]."""
+    """The buffer as uint8[n, hash_len]."""
     view = memoryview(data)
     flat: npt.NDArray[np.uint8] = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
     if hash_len < 0 or (flat.size % hash_len if hash_len else flat.size):
         raise HashError(f"{flat.size} bytes are not a whole number of {hash_len}-byte digests")
-    rows = flat.reshape(-1, hash_len) if hash_len else np.empty((0, 0), np.uint8)
-    rows.flags.writeable = False  # of this view only: the caller's buffer is never grown into
-    return rows
+    return flat.reshape(-1, hash_len) if hash_len else np.empty((0, 0), np.uint8)
 
 
 def chunk_hashes(hashes: BlockHashes, block_size: int, hash_block_size: int) -> BlockHashes:

@@ -69,6 +69,8 @@ class TestSaves:
         progress.report(late, saved=True)
         assert progress.mark("a") == 0, "an old generation proves nothing about the new one"
         assert [(r.start, r.end, r.generation) for r in progress.offer("a", 64)] == [(0, 64, new)]
+        progress.report(late, saved=True)
+        assert progress.mark("a") == 0, "not even when the same range is being saved again"
 
     def test_reports_of_what_nobody_waits_for_are_ignored(self) -> None:
         progress = SaveProgress()

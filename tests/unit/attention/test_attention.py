@@ -87,4 +87,5 @@ def test_mamba_keeps_a_state_an_interval_and_where_replays_resume() -> None:
     assert reachable(group, 0, 8, Reuse(16, retention=16)) is None
     assert kept(reachable(group, 0, 8, Reuse(16, retention=48))) == [2, 5]
     assert kept(reachable(group, 0, 8, Reuse(16, retention=0, resume_at=(70,)))) == [3]
+    assert kept(reachable(group, 3, 8, Reuse(16, retention=0, resume_at=(70,)))) == [0]
     assert kept(reachable(group, 4, 8, Reuse(16, retention=0, resume_at=(70,)))) == []
