@@ -60,11 +60,11 @@ def test_lookups_agree_with_the_store_coordinator(case: tuple[CacheSpec, int, di
     theirs, boundaries = oracle.lookup(num_tokens, hashes)
     ours = drive(spec, num_tokens, stored).hit
     assert_loadable(ours, spec, num_tokens, stored, 0)
-    drops_twice = any(spec.eagle) and any(g.kind is Kind.SLIDING_WINDOW for g in spec.groups)
+    miscounts_drops = any(spec.eagle) and any(g.kind is Kind.SLIDING_WINDOW for g in spec.groups)
     names_above = any(spec.ends_inside(i) for i in range(len(spec.groups)))
     if ours.length != theirs:
-        assert drops_twice or names_above
-        assert ours.length > theirs
+        assert miscounts_drops or names_above
+        assert ours.length > theirs or miscounts_drops
         assert ours.length == longest_hit(spec, num_tokens, len(hashes), stored)
     elif ours.length:
         assert ours.boundaries == tuple(boundaries[i] for i in range(len(spec.groups)))
@@ -86,6 +86,14 @@ def sliding(block: int, tokens: int) -> CacheGroup:
             32,
             16,
             id="eagle drops twice",
+        ),
+        pytest.param(
+            CacheSpec((sliding(8, 9), CacheGroup(Kind.MAMBA, 8)), 8, use_eagle=True),
+            64,
+            {0: {0, 1, 2, 3, 6, 7}, 1: {0, 1, 2, 3}},
+            24,
+            32,
+            id="eagle drops none",
         ),
         pytest.param(
             CacheSpec((CacheGroup(Kind.FULL, 8), sliding(8, 1)), 8),
@@ -138,8 +146,8 @@ def test_masks_agree_with_the_store_coordinator(
 def test_lookups_agree_with_the_engines_own_prefix_cache(case: tuple[CacheSpec, int, dict[int, set[int]]]) -> None:
     """The coordinator by which the engine finds hits in its own memory, with a real block pool."""
     spec, num_tokens, stored = case
-    drops_twice = any(spec.eagle) and any(g.kind is Kind.SLIDING_WINDOW for g in spec.groups)
-    assume(not drops_twice)
+    miscounts_drops = any(spec.eagle) and any(g.kind is Kind.SLIDING_WINDOW for g in spec.groups)
+    assume(not miscounts_drops)
     assume(not spec.partial_hits)  # needs Mamba groups whose block is not a hash block; see the store coordinator
     if len(spec.groups) == 1:
         assume(spec.groups[0].block_size == spec.hash_block_size)
