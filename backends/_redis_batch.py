@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from kvpool.backends._file_format import HEADER_BYTES, damage, header
-from kvpool.backends._redis_wire import Connection, Reply, ServerError, command
-from kvpool.errors import StoreError
+import numpy as np
+
+from kvpool.backends._file_format import HEADER_BYTES, damage, header, payload_bytes
+from kvpool.backends._redis_wire import Connection, Reply, ServerError, command, encoded
+from kvpool.errors import StoreError, WrongLength
 from kvpool.memory import Buffers
 from kvpool.store import Results, Status
 
@@ -16,29 +18,30 @@ __all__ = ["Batch"]
 
 _KEYS = 1024  # keys in one send
 _VALUES = 256  # values in one send, and their bytes: twice as many are under way
-_VALUE_BYTES = 4 << 20
-_STATUS = {b"+OK": Status.OK, b"$-1": Status.OK, b":1": Status.OK, b":0": Status.ABSENT}
+_VALUE_BYTES = 2 << 20
+_STATUS = {b"+OK": int(Status.OK), b"$-1": int(Status.OK), b":1": int(Status.OK), b":0": int(Status.ABSENT)}
+_OTHER = 255
 
 Window: TypeAlias = Sequence[int]
 
 
 class Batch:
-    """``name``: of the store, for messages. ``results``: what is TIMED_OUT is not done yet. ``moved``: keys that a
-    server of a cluster sent elsewhere, with its words.
+    """``name``: of the store, for messages. ``prefix``: of the keys' names on the server.
 
-    Keys go by their indices. Methods that wait raise ConnectionLost and leave what was not done as it is; they give the
-    refusal that the server answered, if there was one that does not concern single keys.
+    ``results``: what is TIMED_OUT is not done yet. ``moved``: keys that a server of a cluster sent elsewhere, with its
+    words. Keys go by their indices. Methods that wait raise ConnectionLost and leave what was not done as it is; they
+    give the refusal that a server answered, if there was one that does not concern single keys.
     """
 
-    def __init__(self, name: str, keys: Sequence[str]) -> None:
+    def __init__(self, name: str, prefix: str, keys: Sequence[str]) -> None:
         self._name = name
+        self._prefix = prefix
         self.keys = keys
-        self.names: list[bytes] = []  # what the keys are called on the server
         self.results = Results.empty(len(keys), Status.TIMED_OUT)
         self.moved: dict[int, ServerError] = {}
         self._said: set[str] = set()
 
-    async def ask(self, verb: bytes, connection: Connection, wanted: Window) -> ServerError | None:
+    async def ask(self, verb: str, connection: Connection, wanted: Window) -> ServerError | None:
         """A command that answers 1 or 0 for each key: OK or ABSENT. One round trip, however many keys."""
 
         async def receive(window: Window) -> ServerError | None:
@@ -65,17 +68,16 @@ class Batch:
                 elif problem := _problem(self.keys[i], reply, head, pieces):
                     self.results.set(i, Status.CORRUPT, error=self._error(f"{self.keys[i][:100]}: {problem}"))
                     damaged.append(i)
-                elif reply != HEADER_BYTES + sizes[i]:
-                    what = f"{self.keys[i][:100]}: {sizes[i]} bytes wanted, a value of another length stored"
-                    self.results.set(i, Status.CORRUPT, error=self._error(what))
+                elif (stored := payload_bytes(head)) != sizes[i]:
+                    self.results.set(i, Status.CORRUPT, error=WrongLength(stored, sizes[i]))
                 else:
                     self.results.set(i, Status.OK, sizes[i])
             return refused
 
         windows = list(_windows(wanted, sizes))
-        refused = await self._pipeline(windows, 2, lambda window: self._send(b"GET", connection, window), receive)
+        refused = await self._pipeline(windows, 2, lambda window: self._send("GET", connection, window), receive)
         if damaged:
-            await connection.ask(*(command("UNLINK", self.names[i]) for i in damaged))
+            await connection.ask(*(command("UNLINK", self.name_of(i)) for i in damaged))
         return refused
 
     async def put(
@@ -90,11 +92,9 @@ class Batch:
         async def send(window: Window) -> None:
             parts: list[bytes | memoryview] = []
             for i in window:
-                name, pieces = self.names[i], source.views(i)
+                name, pieces = self.name_of(i), source.views(i)
                 start = (words, len(name), name, HEADER_BYTES + sizes[i])
-                parts.append(
-                    b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % start + header(self.keys[i], pieces),
-                )
+                parts.append(b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % start + header(self.keys[i], pieces))
                 parts += pieces
                 parts.append(tail)
             await connection.send(parts, replies=len(window))
@@ -113,11 +113,17 @@ class Batch:
                 self._said.add(str(error))
                 self.results.set(i, status, error=None if said else self._error(str(error)))
 
-    async def _send(self, verb: bytes, connection: Connection, window: Window) -> None:
-        names = self.names
-        start = b"*2\r\n$%d\r\n%b\r\n$" % (len(verb), verb)
-        commands = b"".join([b"%b%d\r\n%b\r\n" % (start, len(names[i]), names[i]) for i in window])
-        await connection.send([commands], replies=len(window))
+    def name_of(self, i: int) -> bytes:
+        """What a key is called on the server."""
+        return encoded(self._prefix + self.keys[i])
+
+    async def _send(self, verb: str, connection: Connection, window: Window) -> None:
+        start, prefix, more, keys = f"*2\r\n${len(verb)}\r\n{verb}\r\n$", self._prefix, len(self._prefix), self.keys
+        text = "".join([f"{start}{more + len(key)}\r\n{prefix}{key}\r\n" for key in [keys[i] for i in window]])
+        commands = [encoded(text)]
+        if not text.isascii():  # not keys, but names that others gave: then lengths are not those of the text
+            commands = [command(verb, self.name_of(i)) for i in window]
+        await connection.send(commands, replies=len(window))
 
     async def _pipeline(
         self,
@@ -143,18 +149,19 @@ class Batch:
     ) -> ServerError | None:
         """The outcome of each key by a line of the server."""
         refused = None
-        done = 0
-        while done < len(window):
-            for line in await connection.lines(len(window) - done):
-                i = window[done]
-                done += 1
-                status = _STATUS.get(line)
-                if status is None:
+        while window:
+            lines = await connection.lines(len(window))
+            now, window = window[: len(lines)], window[len(lines) :]
+            codes = bytes([_STATUS.get(line, _OTHER) for line in lines])
+            if sizes is None and _OTHER not in codes:
+                place = slice(now.start, now.stop) if isinstance(now, range) else now
+                self.results.status[place] = np.frombuffer(codes, np.uint8)
+                continue
+            for i, code, line in zip(now, codes, lines, strict=True):
+                if code == _OTHER:
                     refused = self._refuse(i, ServerError.of(line)) or refused
                 else:
-                    self.results.status[i] = status
-                    if sizes is not None and line == b"+OK":
-                        self.results.nbytes[i] = sizes[i]
+                    self.results.set(i, Status(code), sizes[i] if sizes is not None and line == b"+OK" else 0)
         return refused
 
     def _refuse(self, i: int, error: ServerError) -> ServerError | None:

@@ -58,8 +58,8 @@ class Link:
     @classmethod
     async def open(cls, address: Address, silence: float, tls: ssl.SSLContext | None, tls_hostname: str) -> Self:
         """Connect. ``silence``: seconds without a byte moved that are borne. ``tls_hostname``: the name in the server's
-        certificate, if it is not the host's. Raises OSError, too, and has no time limit of its own."""
-        sock = await _connect(address)
+        certificate, if it is not the host's. Raises OSError and ValueError, too; has no time limit of its own."""
+        sock = await _connect(address, silence)
         try:
             if tls is None:
                 return cls(sock, silence)
@@ -210,7 +210,7 @@ class Link:
                 raise ConnectionLost(f"the server was silent for {self._silence:g} s")
 
 
-async def _connect(address: Address) -> socket.socket:
+async def _connect(address: Address, patience: float) -> socket.socket:
     """A connected non-blocking socket, to the first of the host's addresses that answers. Raises OSError."""
     host, port, stream = address.host, address.port, socket.SOCK_STREAM
     places: Sequence[tuple[int, int, int, str, Any]]
@@ -221,19 +221,22 @@ async def _connect(address: Address) -> socket.socket:
             places = socket.getaddrinfo(host, port, type=stream, flags=socket.AI_NUMERICHOST)
         except socket.gaierror:
             places = await anyio.getaddrinfo(host, port, type=stream)
-    failed: OSError | None = None
+    failed = OSError(errno.EADDRNOTAVAIL, "no address")
     for family, kind, protocol, _, place in places:
         sock = socket.socket(family, kind, protocol)
+        code = errno.ETIMEDOUT
         try:
             sock.setblocking(False)
             if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            while (code := sock.connect_ex(place)) == errno.EAGAIN:  # noqa: ASYNC110  a unix socket whose queue is full
-                await anyio.sleep(0.001)
-            if code == errno.EINPROGRESS:
-                await anyio.wait_writable(sock)
-                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            with anyio.move_on_after(patience / len(places)):  # one that never answers leaves time for the others
+                while (code := sock.connect_ex(place)) == errno.EAGAIN:  # noqa: ASYNC110  a full queue of a unix socket
+                    await anyio.sleep(0.001)
+                if code == errno.EINPROGRESS:
+                    code = errno.ETIMEDOUT
+                    await anyio.wait_writable(sock)
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if not code:
                 return sock
             failed = OSError(code, os.strerror(code))
@@ -241,7 +244,7 @@ async def _connect(address: Address) -> socket.socket:
             sock.close()
             raise
         sock.close()
-    raise failed or OSError(errno.EADDRNOTAVAIL, "no address")
+    raise failed
 
 
 def _slices(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:

@@ -72,8 +72,8 @@ class Servers(ABC):
     """Where values are. Methods that wait raise ConnectionLost or ServerError."""
 
     @abstractmethod
-    async def split(self, names: Sequence[bytes], wanted: Sequence[int]) -> list[tuple[Pool, Sequence[int]]]:
-        """Which server has which of the ``wanted`` names (indices)."""
+    async def split(self, wanted: Sequence[int], name_of: Callable[[int], bytes]) -> list[tuple[Pool, Sequence[int]]]:
+        """Which server has which of the ``wanted`` keys (indices)."""
 
     @abstractmethod
     async def pools(self) -> list[Pool]:
@@ -98,7 +98,7 @@ class OneServer(Servers):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    async def split(self, names: Sequence[bytes], wanted: Sequence[int]) -> list[tuple[Pool, Sequence[int]]]:
+    async def split(self, wanted: Sequence[int], name_of: Callable[[int], bytes]) -> list[tuple[Pool, Sequence[int]]]:
         return [(self._pool, wanted)]
 
     async def pools(self) -> list[Pool]:
@@ -177,12 +177,12 @@ class Cluster(Servers):
         self._owners: list[Pool] = []  # by slot; empty: not known
         self._lock = anyio.Lock()
 
-    async def split(self, names: Sequence[bytes], wanted: Sequence[int]) -> list[tuple[Pool, Sequence[int]]]:
+    async def split(self, wanted: Sequence[int], name_of: Callable[[int], bytes]) -> list[tuple[Pool, Sequence[int]]]:
         owners = await self._table()
         parts: dict[Pool, list[int]] = {}
         for start in range(0, len(wanted), _WINDOW):
             for i in wanted[start : start + _WINDOW]:
-                parts.setdefault(owners[slot_of(names[i])], []).append(i)
+                parts.setdefault(owners[slot_of(name_of(i))], []).append(i)
             await anyio.lowlevel.checkpoint()
         return list(parts.items())
 

@@ -75,6 +75,7 @@ class Settings:
     prefix: str
     ttl_ms: int | None
     max_value: int
+    timeout: float
 
 
 def settings_of(url: URL) -> Settings:
@@ -117,7 +118,7 @@ def settings_of(url: URL) -> Settings:
             address = Address(url.host or "localhost", 6379 if url.port is None else url.port)
         place, servers = str(address), OneServer(Pool(lambda: Connection.open(address, access), options.connections))
     ttl_ms = None if options.ttl is None else round(options.ttl * 1000)
-    return Settings(servers, place, options.prefix, ttl_ms, int(options.max_value))
+    return Settings(servers, place, options.prefix, ttl_ms, int(options.max_value), options.timeout)
 
 
 def _addresses(url: URL, port: int, form: str) -> list[Address]:

@@ -16,10 +16,11 @@ from typing_extensions import Buffer
 
 from kvpool.backends._redis_link import Address, ConnectionLost, Link
 
-__all__ = ["Access", "Connection", "Reply", "ServerError", "command"]
+__all__ = ["Access", "Connection", "Reply", "ServerError", "command", "encoded"]
 
 _COMMAND_COST = 1 << 12  # a command or a reply takes about as long as moving so many bytes
-_REPLY_BYTES = 64 << 20  # no reply but a value is nearly as large
+_ANSWERS = {b"+OK", b"$-1", b":0", b":1"}
+_REPLY_BYTES, _REPLY_DEPTH = 64 << 20, 8  # no reply but a value is nearly as large, and none as deep
 
 
 class ServerError(Exception):
@@ -63,8 +64,13 @@ class Access:
 
 def command(*words: str | int | bytes) -> bytes:
     """A command as it goes over the wire."""
-    texts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    texts = [word if isinstance(word, bytes) else encoded(str(word)) for word in words]
     return b"*%d\r\n" % len(texts) + b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
+
+
+def encoded(text: str) -> bytes:
+    """Text as a server has it; bytes that are no text come back as they were."""
+    return text.encode(errors="surrogateescape")
 
 
 class Connection:
@@ -98,6 +104,8 @@ class Connection:
             raise ConnectionLost(f"no connection within {access.timeout:g} s") from None
         except OSError as error:
             raise ConnectionLost(error.strerror or str(error)) from error
+        except ValueError as error:  # a name that cannot be one, by the rules of DNS
+            raise ConnectionLost(str(error)) from error
 
     @property
     def idle(self) -> bool:
@@ -133,37 +141,39 @@ class Connection:
         return replies
 
     async def lines(self, most: int) -> list[bytes]:
-        """The next replies, as many as are here, at least one and at most so many; all of kinds that fit on a line, as
-        numbers, OK, errors and "there is none" do."""
+        """The next replies, as many as are here, at least one and at most so many; each is OK, "there is none", 0, 1 or
+        an error, as it came over the wire."""
         lines = await self._link.lines(most)
         for line in lines:
-            if not line.startswith((b"+", b"-", b":")) and line != b"$-1":
+            if line not in _ANSWERS and line[:1] != b"-":
                 _strange(line)
         self._owed -= len(lines)
         await self._link.turn(len(lines) * _COMMAND_COST)
         return lines
 
-    async def value(self, head: memoryview, pieces: Sequence[memoryview]) -> Reply:
-        """The next reply, expected to be a value: its first bytes go into ``head``, the rest into ``pieces``.
+    async def value(self, head: memoryview, pieces: Sequence[memoryview]) -> int | ServerError | None:
+        """The next reply, to a GET: the first bytes of the value go into ``head``, the rest into ``pieces``.
 
         Gives its length, None if there is no value, or the error. If the length is not that of head and pieces
         together, only the head is filled, as far as it goes, and the rest is thrown away.
         """
+        reply: int | ServerError | None
         line = await self._link.line()
-        length = _number(line) if line[:1] == b"$" else -1
-        if length < 0:
-            reply = await self._read(line)
+        if line == b"$-1":
+            reply = None
+        elif line[:1] == b"-":
+            reply = ServerError.of(line)
         else:
-            reply, payload = length, sum(map(len, pieces))
-            if length != len(head) + payload:
-                head, pieces, payload = head[:length], (), 0
-            await self._link.receive([head, *pieces] if length else [])
-            await self._link.skip(length - len(head) - payload + 2)
-            await self._link.turn(_COMMAND_COST)
+            reply, payload = _length(line), sum(map(len, pieces))
+            if reply != len(head) + payload:
+                head, pieces, payload = head[:reply], (), 0
+            await self._link.receive([head, *pieces] if reply else [])
+            await self._link.skip(reply - len(head) - payload + 2)
+        await self._link.turn(_COMMAND_COST)
         self._owed -= 1
         return reply
 
-    async def _read(self, line: bytes) -> Reply:
+    async def _read(self, line: bytes, depth: int = 0) -> Reply:
         """The reply that begins with this line."""
         kind = line[:1]
         if kind == b"+":
@@ -172,19 +182,24 @@ class Connection:
             return ServerError.of(line)
         if kind == b":":
             return _number(line)
-        if kind not in (b"$", b"*"):
-            _strange(line)
-        length = _number(line)
-        if length == -1:
+        if line in (b"$-1", b"*-1"):
             return None
-        if not 0 <= length <= _REPLY_BYTES:
+        if kind == b"*" and depth < _REPLY_DEPTH:
+            return [await self._read(await self._link.line(), depth + 1) for _ in range(_number(line))]
+        length = _length(line)
+        if length > _REPLY_BYTES:
             _strange(line)
-        if kind == b"*":
-            return [await self._read(await self._link.line()) for _ in range(length)]
         text = bytearray(length)
         await self._link.receive([memoryview(text)] if length else [])
         await self._link.skip(2)
         return bytes(text)
+
+
+def _length(line: bytes) -> int:
+    length = _number(line)
+    if line[:1] != b"$" or length < 0:
+        _strange(line)
+    return length
 
 
 def _number(line: bytes) -> int:

@@ -26,7 +26,7 @@ from kvpool.backends._redis_batch import Batch
 from kvpool.backends._redis_link import ConnectionLost
 from kvpool.backends._redis_servers import Pool
 from kvpool.backends._redis_url import settings_of
-from kvpool.backends._redis_wire import Connection, ServerError, command
+from kvpool.backends._redis_wire import Connection, ServerError, command, encoded
 from kvpool.errors import StoreError
 from kvpool.memory import Buffers
 from kvpool.registry import URL, parse_url
@@ -36,7 +36,7 @@ __all__ = ["RedisStore"]
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = 1024  # keys named, and keys scanned, between two turns of the loop
+_PAGE = 1024  # keys listed or removed at a time
 _ROUNDS = 3  # a cluster may send a key elsewhere twice in one call
 _NOT_HERE = {"READONLY", "CLUSTERDOWN", "MASTERDOWN"}  # another server may be the one to ask by now
 _PRESENCE = np.full(len(Status), UNKNOWN, np.uint8)
@@ -46,7 +46,7 @@ Work: TypeAlias = Callable[[Connection, Sequence[int]], Awaitable[ServerError | 
 
 
 class RedisStore(Store):
-    """Values on Redis 6 or newer, or on what speaks its protocol. ``url``: any form in docs/redis.md.
+    """Values on Redis (6.2 and 7.0 are tested) or what speaks its protocol. ``url``: any form in docs/redis.md.
 
     A server that cannot be used makes its keys FAILED, with its words, until it can be used again; for ``exists`` they
     are UNKNOWN, or StoreError is raised if no server has answered at all. A full server makes puts REJECTED.
@@ -72,26 +72,30 @@ class RedisStore(Store):
 
     async def __aenter__(self) -> Self:
         self._life.open()
+        timeout = self._settings.timeout
+        trouble = f"no answer within {timeout:g} s; values are computed until there is one"
         try:
-            with self._call():
-                await self._look()
+            with self._call(anyio.current_time() + timeout):
+                trouble = await self._look()
         except BaseException:
             self._servers.close()
             raise
+        if trouble:
+            logger.warning("%s: %s", self._name, trouble)
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        for scope in self._calls:
+        for scope in list(self._calls):
             scope.cancel()
         await self._life.close()
         self._servers.close()
 
     async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
-        batch = Batch(self._name, keys)
+        batch = Batch(self._name, self._settings.prefix, keys)
         # One TOUCH a key: what is found is the last to be evicted, for a load will follow.
-        results = await self._run(batch, range(len(keys)), partial(batch.ask, b"TOUCH"), deadline)
+        results = await self._run(batch, range(len(keys)), partial(batch.ask, "TOUCH"), deadline)
         presence: Presence = _PRESENCE[results.status]
         if results.errors and bool((presence == UNKNOWN).all()):
             raise next(iter(results.errors.values()))
@@ -99,12 +103,12 @@ class RedisStore(Store):
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
         check_batch(keys, into)
-        batch = Batch(self._name, keys)
+        batch = Batch(self._name, self._settings.prefix, keys)
         return await self._run(batch, range(len(keys)), partial(batch.get, into), deadline, into)
 
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         check_batch(keys, source)
-        batch = Batch(self._name, keys)
+        batch = Batch(self._name, self._settings.prefix, keys)
         limit = self._settings.max_value
         wanted = np.flatnonzero(source.nbytes <= limit).tolist()
         for i in np.flatnonzero(source.nbytes > limit).tolist():
@@ -115,12 +119,12 @@ class RedisStore(Store):
         return await self._run(batch, wanted, partial(batch.put, source, self._settings.ttl_ms), deadline, source)
 
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
-        batch = Batch(self._name, keys)
-        return await self._run(batch, range(len(keys)), partial(batch.ask, b"UNLINK"), deadline)
+        batch = Batch(self._name, self._settings.prefix, keys)
+        return await self._run(batch, range(len(keys)), partial(batch.ask, "UNLINK"), deadline)
 
     async def scan(self, prefix: str = "") -> AsyncIterator[str]:
         """The keys that begin with ``prefix``. Raises :class:`~kvpool.errors.StoreError` if a server fails."""
-        pattern = re.sub(rb"[\\*?\[\]]", rb"\\\g<0>", self._name_of(prefix)) + b"*"
+        pattern = re.sub(rb"[\\*?\[\]]", rb"\\\g<0>", encoded(self._settings.prefix + prefix)) + b"*"
         seen: set[bytes] = set()  # a server may list a key twice
         with self._call(), self._as_store_error():
             pools = await self._servers.pools()
@@ -141,7 +145,7 @@ class RedisStore(Store):
         page: list[str] = []
         async for key in self.scan(prefix):
             page.append(key)
-            if len(page) == _WINDOW:
+            if len(page) == _PAGE:
                 removed += await self._remove(page)
                 page = []
         return removed + await self._remove(page)
@@ -160,9 +164,6 @@ class RedisStore(Store):
             _ = region.view  # memory of a device is refused before anything is sent
         with self._call(deadline):
             await anyio.lowlevel.checkpoint()
-            for start in range(0, len(batch.keys), _WINDOW):
-                batch.names += map(self._name_of, batch.keys[start : start + _WINDOW])
-                await anyio.lowlevel.checkpoint()
             for _ in range(_ROUNDS):
                 if wanted:
                     batch.moved = {}
@@ -175,33 +176,33 @@ class RedisStore(Store):
     async def _round(self, batch: Batch, wanted: Sequence[int], work: Work, *, transfer: bool) -> None:
         """Ask each server for its part, all at the same time."""
 
-        async def ask(pool: Pool, part: Sequence[int]) -> None:
+        async def do(pool: Pool, part: Sequence[int]) -> None:
             try:
                 async with pool.connection(transfer=transfer) as connection:
                     refused = await work(connection, part)
             except (ConnectionLost, ServerError) as error:
                 self._servers.distrust(pool)
                 batch.fail(part, error)
-            else:
-                if refused is not None and refused.code in _NOT_HERE:
-                    self._servers.distrust(pool)
-                moved = [i for i in part if i in batch.moved] if batch.moved else []
-                if moved and not self._servers.moved(pool, batch.moved[moved[0]]):
-                    hint = "it belongs to a cluster; the URL must begin with redis+cluster://"
-                    batch.fail(moved, ServerError(f"{batch.moved[moved[0]]} ({hint})"))
-                    batch.moved = {}
+                return
+            if refused is not None and refused.code in _NOT_HERE:
+                self._servers.distrust(pool)
+            moved = [i for i in part if i in batch.moved] if batch.moved else []
+            if moved and not self._servers.moved(pool, batch.moved[moved[0]]):
+                hint = "it belongs to a cluster; the URL must begin with redis+cluster://"
+                batch.fail(moved, ServerError(f"{batch.moved[moved[0]]} ({hint})"))
+                batch.moved = {}
 
         try:
-            parts = await self._servers.split(batch.names, wanted)
+            parts = await self._servers.split(wanted, batch.name_of)
         except (ConnectionLost, ServerError) as error:
             batch.fail(wanted, error)
             return
         if len(parts) == 1:
-            await ask(*parts[0])
+            await do(*parts[0])
             return
         async with anyio.create_task_group() as tasks:
             for pool, part in parts:
-                tasks.start_soon(ask, pool, part)
+                tasks.start_soon(do, pool, part)
 
     @contextmanager
     def _call(self, deadline: float = math.inf) -> Iterator[None]:
@@ -223,28 +224,23 @@ class RedisStore(Store):
         except (ConnectionLost, ServerError) as error:
             raise StoreError(f"{self._name}: {error}") from error
 
-    def _name_of(self, key: str) -> bytes:
-        return (self._settings.prefix + key).encode(errors="surrogateescape")
-
-    async def _look(self) -> None:
-        """Tell the log what is wrong with the server, before it matters."""
+    async def _look(self) -> str:
+        """What is wrong with the server, if anything, so that it is said before it matters."""
         try:
-            for pool in (await self._servers.pools())[:1]:
-                async with pool.connection() as connection:
-                    (info,) = await connection.ask(command("INFO", "memory"))
+            pool, *_ = await self._servers.pools()
+            async with pool.connection() as connection:
+                (info,) = await connection.ask(command("INFO", "memory"))
             if isinstance(info, ServerError) and info.code != "NOPERM":
                 raise info
         except (ConnectionLost, ServerError) as error:
-            logger.warning("%s: %s; values are computed until it can be used", self._name, error)
-        else:
-            if isinstance(info, bytes) and (advice := _advice(info.decode(errors="replace"), self.capabilities.ttl)):
-                logger.warning("%s: %s", self._name, advice)
+            return f"{error}; values are computed until it can be used"
+        return _advice(info.decode(errors="replace"), self.capabilities.ttl) if isinstance(info, bytes) else ""
 
 
 async def _scan(pool: Pool, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
     """One page of names, and the cursor of the next. Raises ConnectionLost or ServerError."""
     async with pool.connection() as connection:
-        (reply,) = await connection.ask(command("SCAN", cursor, "MATCH", pattern, "COUNT", _WINDOW))
+        (reply,) = await connection.ask(command("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE))
     match reply:
         case [bytes(after), [*names]]:
             return after, [name for name in names if isinstance(name, bytes)]

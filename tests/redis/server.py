@@ -133,7 +133,7 @@ class RedisServer:
     def start(self) -> None:
         """Start, and wait until it takes connections."""
         options = {"port": self.port} | self.options
-        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        words = [word for name, value in options.items() for word in (f"--{name}", *str(value).split(" "))]
         words[:0] = [find_server(), *self.arguments]
         self._process = subprocess.Popen(words, preexec_fn=_die_with_parent)
         give_up = time.monotonic() + _START_S

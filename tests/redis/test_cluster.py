@@ -131,6 +131,7 @@ async def test_a_server_that_dies_and_is_replaced(cluster: RedisCluster) -> None
     wait_until(lambda: victim_id in replica.raw("CLUSTER", "NODES"), "the replica knows its master")
     replica.raw("CLUSTER", "REPLICATE", victim_id)
     wait_until(lambda: b"master_link_status:up" in replica.raw("INFO", "replication"), "the replica follows")
+    wait_until(lambda: all(b" slave " in nodes for nodes in cluster.everywhere("CLUSTER", "NODES")), "all know it")
     async with RedisStore(f"{cluster.url}?timeout=2") as store:
         await put(store, ITEMS)
         wait_until(lambda: replica.raw("DBSIZE") == victim.raw("DBSIZE"), "the replica has everything")

@@ -397,7 +397,9 @@ def answering(text: bytes) -> Iterator[str]:
         (b"$99999999999999\r\n", ""),
         (b"$-2\r\n", "not a Redis server"),
         (b"$x\r\n", "not a Redis server"),
-        (b"*1000000000\r\n", "not a Redis server"),
+        (b"*1000000000\r\n", ""),
+        (b"*1\r\n" * 100_000, "not a Redis server"),
+        (b":45\r\n" + bytes(100), "not a Redis server"),
         (b":", "closed the connection"),
         (b"", "closed the connection"),
         (b"\x15\x03\x01\x00\x02\x02\x50", "closed the connection"),
@@ -407,6 +409,12 @@ async def test_strange_answers(text: bytes, said: str) -> None:
     with answering(text) as url, anyio.fail_after(20):
         async with RedisStore(url) as store:
             await check_fails(store, said)
+
+
+@pytest.mark.parametrize("place", ["redis://" + "x" * 70, "redis://nowhere.invalid", "redis+unix:///a%00b"])
+async def test_addresses_that_cannot_be(place: str) -> None:
+    async with RedisStore(f"{place}?timeout=20") as store:
+        await check_fails(store, "redis store ")
 
 
 async def test_secrets_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:

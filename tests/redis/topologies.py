@@ -23,7 +23,11 @@ class RedisCluster:
     """Three masters that share the slots, and replicas that are empty until they are asked to follow one."""
 
     def __init__(self, stack: ExitStack) -> None:
-        options: dict[str, str | int] = {"cluster_enabled": "yes", "cluster_node_timeout": 1000}
+        options: dict[str, str | int] = {
+            "cluster_enabled": "yes",
+            "cluster_node_timeout": 1000,
+            "repl_diskless_sync_delay": 0,
+        }
         self.nodes = [stack.enter_context(RedisServer(**options)) for _ in range(3)]
         self.stack = stack
         bounds = [SLOTS * n // 3 for n in range(4)]
