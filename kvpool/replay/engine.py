@@ -183,7 +183,8 @@ class _Engine:
         outcome.counters = self.pool.counters.since(self.counted)
         self.late_in_a_row = self.late_in_a_row + 1 if _LATE.keys() & outcome.counters.keys() else 0
         outcome.problem = self.problem(errors)
-        self.counted = self.pool.counters.snapshot()
+        for name, n in outcome.counters.items():
+            self.counted[name] += n
         return outcome
 
     async def load(
@@ -242,11 +243,12 @@ class _Engine:
 
 
 class _LastWarning(logging.Handler):
-    """Keeps what the core warned of last: why a lookup or a whole store call failed stands only there."""
+    """Keeps what the core warned of last: why a lookup failed stands only there."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.message = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.message = record.getMessage()
+        cause = record.args[-1] if isinstance(record.args, tuple) and record.args else None
+        self.message = str(cause) if isinstance(cause, Exception) else record.getMessage()

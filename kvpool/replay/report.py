@@ -65,8 +65,13 @@ class Report:
         return self.requests == len(self.job.trace)
 
     @property
-    def computed_twice(self) -> int:
-        """Blocks that the lookup did not find, but that were there when they were to be saved."""
+    def already_stored(self) -> int | None:
+        """Blocks that were computed and turned out to be stored when they were to be saved; None if incomplete.
+
+        Another request had saved them since the lookup; or a block before them was gone, which ends a hit.
+        """
+        if not self.complete or self.problem:
+            return None
         count = self.counters
         lost = sum(count[f"save_{what}_chunks"] for what in ("late", "failed", "rejected", "dropped"))
         return self.blocks - self.verified - self.wrong - count["saved_chunks"] - lost
@@ -90,7 +95,7 @@ class Report:
             "ideal_block_hit_rate": self._ideal,
             "verified_blocks": self.verified,
             "wrong_blocks": self.wrong,
-            "computed_twice_blocks": self.computed_twice,
+            "already_stored_blocks": self.already_stored,
             "loaded_bytes": self.counters["loaded_bytes"],
             "saved_bytes": self.counters["saved_bytes"],
             "stored_blocks": self.stored,
@@ -126,7 +131,7 @@ class Report:
             capacity = parse_url(job.store).params.get("capacity", "unlimited")
             rows.append(("in the store", f"{stored}, {self.stored:,} blocks; its capacity: {capacity}"))
         rare = [
-            ("computed twice", self.computed_twice, "blocks that another request saved meanwhile"),
+            ("already stored", self.already_stored, "blocks computed: saved by another meanwhile, or behind a gap"),
             ("gone", count["load_missing_chunks"], "blocks that were found but not there any more when loaded"),
             (
                 "damaged",
