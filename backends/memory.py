@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -52,6 +53,7 @@ class _Pool:
         self._nbytes = 0
         self._values: OrderedDict[str, Value] = OrderedDict()
         self._lock = threading.Lock()
+        self._pins: dict[str, list[float]] = {}
         self.users = 0
 
     def touch(self, keys: Iterable[str]) -> list[bool]:
@@ -63,22 +65,60 @@ class _Pool:
         with self._lock:
             return self._touch(key)
 
-    def add(self, key: str, value: Value) -> bool:
-        """Store a value that is no larger than the capacity, unless the key is there; the oldest make room.
+    def add(self, key: str, value: Value) -> bool | None:
+        """Store a value that is no larger than the capacity; the oldest make room.
 
-        Tells whether it was stored.
+        True: stored. False: the key is there already. None: no room, as what is there is pinned.
         """
         with self._lock:
             if self._touch(key) is not None:
                 return False
-            while self.capacity is not None and self._nbytes + value.nbytes > self.capacity:
-                self._nbytes -= self._values.popitem(last=False)[1].nbytes
+            if not self._make_room(value.nbytes):
+                return None
             self._values[key] = value
             self._nbytes += value.nbytes
         return True
 
+    def pin(self, keys: Iterable[str], until: float) -> list[bool]:
+        """Like :meth:`touch`; what is there is not evicted before ``until`` on the monotonic clock."""
+        with self._lock:
+            found = []
+            for key in keys:
+                there = self._touch(key) is not None
+                if there:
+                    self._pins.setdefault(key, []).append(until)
+                found.append(there)
+            return found
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            for key in keys:
+                if pins := self._pins.get(key):
+                    pins.pop()
+                    if not pins:
+                        del self._pins[key]
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict the oldest values that nobody has pinned; False, and nothing evicted, if that is not enough."""
+        if self.capacity is None or self._nbytes + nbytes <= self.capacity:
+            return True
+        now, missing, victims = time.monotonic(), self._nbytes + nbytes - self.capacity, []
+        self._pins = {key: live for key, pins in self._pins.items() if (live := [t for t in pins if t > now])}
+        for key, value in self._values.items():
+            if missing <= 0:
+                break
+            if key not in self._pins:
+                victims.append(key)
+                missing -= value.nbytes
+        if missing > 0:
+            return False
+        for key in victims:
+            self._nbytes -= self._values.pop(key).nbytes
+        return True
+
     def remove(self, key: str) -> bool:
         with self._lock:
+            self._pins.pop(key, None)
             value = self._values.pop(key, None)
             if value is None:
                 return False
@@ -191,7 +231,8 @@ class MemoryStore(Store):
                     return Status.TIMED_OUT, 0
                 np.copyto(value[start : start + piece.nbytes], piece)
                 start += piece.nbytes
-            return Status.OK, start if self._pool.add(keys[i], value) else 0
+            stored = self._pool.add(keys[i], value)
+            return (Status.REJECTED, 0) if stored is None else (Status.OK, start if stored else 0)
 
         return await self._each(keys, put, deadline, source)
 
@@ -200,6 +241,17 @@ class MemoryStore(Store):
             return (Status.OK if self._pool.remove(keys[i]) else Status.ABSENT), 0
 
         return await self._each(keys, delete, deadline)
+
+    async def pin(self, keys: Sequence[str], *, seconds: float, deadline: float = math.inf) -> Presence:
+        """What is there stays for ``seconds``; puts that find no other room are REJECTED meanwhile."""
+        with self._life.call():
+            await anyio.lowlevel.checkpoint()
+            return np.where(self._pool.pin(keys, time.monotonic() + seconds), PRESENT, ABSENT).astype(np.uint8)
+
+    async def unpin(self, keys: Sequence[str]) -> None:
+        """Take back one pin of each key."""
+        self._life.check()
+        self._pool.unpin(keys)
 
     async def scan(self, prefix: str = "") -> AsyncIterator[str]:
         """The keys that begin with ``prefix``, as they are when the first is asked for."""

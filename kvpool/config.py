@@ -62,6 +62,8 @@ class Config(BaseModel):
     max_age_s: Seconds = 1.0
     #: A hit that spares fewer tokens than this is not loaded.
     min_load_tokens: int = Field(default=0, ge=0, description="tokens, 0 or more")
+    #: A chunk is stored when it is to be saved for this many times: 2 keeps prompts that come once out of the store.
+    save_after_uses: int = Field(default=1, ge=1, description="a count, 1 or more")
     #: Whether this engine stores what it computes.
     save_enabled: bool = Field(default=True, description="true or false")
     #: Whether this engine loads what is stored.

@@ -30,6 +30,7 @@ class Counters:
     saved_chunks: int = 0
     saved_bytes: int = 0
     save_present_chunks: int = 0  #: found in the store already, so not copied
+    save_skipped_chunks: int = 0  #: not admitted: not wanted often enough yet
     save_late_chunks: int = 0
     save_failed_chunks: int = 0
     save_rejected_chunks: int = 0

@@ -1,71 +1,52 @@
-"""KVPool: the async facade over a store. Look up, load, save.
+"""KVPool: the async facade over a store. Look up, load, save, pin, reset, drain, close.
 
-What to ask, load and save is decided by :mod:`kvpool.coordinator` and :mod:`kvpool.tokens`; this file only moves the
-answers and the bytes. Bytes travel through staging memory, so that a store call that outlives its deadline can never
-write into a block that the engine has taken back.
+What to ask, load and save is decided by :mod:`kvpool.coordinator` and :mod:`kvpool.tokens`; how bytes travel is in
+:mod:`kvpool.transfers`. Here the questions are asked, deadlines set, outcomes counted and told.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import anyio
 import anyio.abc
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.calls import FailedKeys, Outcome, StoreCalls
+from kvpool.calls import StoreCalls
 from kvpool.config import Config
 from kvpool.coordinator import Coordinator, Hit, Probe
-from kvpool.deadlines import running_loop
+from kvpool.deadlines import move_on_at, running_loop
 from kvpool.errors import ConfigError, KVPoolError, LayoutError, StoreError
+from kvpool.events import Listener, LoadEnded, LookupEnded, ResetDone, SaveEnded, tell
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace, Namespace
 from kvpool.memory import BlockLayout, Buffers
 from kvpool.metrics import Counters
+from kvpool.pins import Pins
 from kvpool.registry import create_store
 from kvpool.spec import CacheSpec
-from kvpool.staging import Lease, Staging
-from kvpool.store import ABSENT, PRESENT, Presence, Results, Status, Store
-from kvpool.threads import Threads
+from kvpool.staging import Staging
+from kvpool.store import PRESENT, Presence, Results, Status, Store
+from kvpool.transfers import Transfer, Transfers
 
 __all__ = ["KVPool", "Transfer"]
 
 logger = logging.getLogger(__name__)
-
-LOAD, SAVE = 0, 1  #: priorities in staging memory: loads go before saves
-
-
-@dataclass(frozen=True, eq=False)
-class Transfer:
-    """Chunks of one group to move, and the engine blocks that hold them.
-
-    ``hashes``: one digest a chunk (its last sub-hash). ``block_ids``: [n], or [n, k] with k engine blocks a chunk.
-    """
-
-    group: int
-    hashes: BlockHashes
-    block_ids: npt.NDArray[np.intp]
-
-    def __post_init__(self) -> None:
-        if len(self.hashes) != len(self.block_ids):
-            raise LayoutError(f"{len(self.hashes)} chunk hashes do not fit {len(self.block_ids)} rows of block ids")
-
-    def __len__(self) -> int:
-        return len(self.block_ids)
 
 
 class KVPool:
     """Shares KV blocks through one store; an async context manager, used from one event loop.
 
     ``layouts``: where each group's blocks live, one a group; may be empty for a pool that only looks up. ``shards``:
-    which shard of each group this rank holds (0 where a group is not sharded).
+    which shard of each group this rank holds (0 where a group is not sharded). ``listener``: told what was done.
     Every call ends by its deadline (absolute on the loop's clock; the configured time-outs where none is given), and
     never raises for what a store does: whatever is not proven is reported as not loaded, not saved, not there.
     """
@@ -80,33 +61,29 @@ class KVPool:
         shards: Sequence[int] = (),
         config: Config | None = None,
         counters: Counters | None = None,
+        listener: Listener | None = None,
     ) -> None:
         if layouts and len(layouts) != len(spec.groups):
             raise LayoutError(f"{len(layouts)} block layouts for {len(spec.groups)} groups; give one a group")
         self.config = config or Config.load()
-        largest = max((x.block_bytes for x in layouts), default=0)
-        if largest > self.config.staging_bytes:
-            raise ConfigError(
-                f"staging_bytes={int(self.config.staging_bytes)} does not hold one block of {largest} bytes; "
-                f"set it to several times that"
-            )
+        Transfers.check(layouts, self.config)
         self.store = store
         self.spec = spec
         self.namespace = namespace
         self.layouts = tuple(layouts)
         self.coordinator = Coordinator(spec)
         self.counters = Counters() if counters is None else counters
-        self.keyspace = KeySpace(namespace, spec)
+        self.keyspace = self._keyspace(epoch_of(self.config.epoch_label))
+        self._listener = listener
         self._shards = tuple(shards) or (0,) * len(spec.groups)
-        self._threads = Threads(2)
-        self._failed = FailedKeys(self.config.failed_key_ttl_s)
         self._queued_save_bytes = 0
+        self._saves: set[anyio.Event] = set()
         self._described: set[str] = set()
         self._closed = True
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup
         self._calls: StoreCalls
-        self.staging: Staging
+        self._transfers: Transfers
 
     @classmethod
     @asynccontextmanager
@@ -117,11 +94,13 @@ class KVPool:
         spec: CacheSpec,
         namespace: Namespace,
         layouts: Sequence[BlockLayout] = (),
+        listener: Listener | None = None,
     ) -> AsyncIterator[Self]:
         """Open the configured store (a URL is enough) and a pool on it. Raises ConfigError or StoreError."""
         settings = Config.load({"store": config}) if isinstance(config, str) else config or Config.load()
         store = create_store(settings.store)
-        async with cls(store, spec=spec, namespace=namespace, layouts=layouts, config=settings) as pool:
+        pool = cls(store, spec=spec, namespace=namespace, layouts=layouts, config=settings, listener=listener)
+        async with pool:
             yield pool
 
     async def __aenter__(self) -> Self:
@@ -129,12 +108,12 @@ class KVPool:
         if backend not in self.store.capabilities.loops:
             allowed = ", ".join(sorted(self.store.capabilities.loops))
             raise ConfigError(f"store {type(self.store).__name__} runs on {allowed}, not on the {backend} event loop")
-        self.staging = Staging(int(self.config.staging_bytes))
         async with AsyncExitStack() as stack:
-            stack.callback(self.staging.close)
             await stack.enter_async_context(self.store)
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
             self._calls = StoreCalls(self._tasks, self.counters, grace=self.config.deadline_grace_s)
+            self._transfers = Transfers(self.store, self._calls, self.layouts, self._shards, self.config, self.counters)
+            stack.callback(self.staging.close)
             self._stack = stack.pop_all()
         self._closed = False
         return self
@@ -142,19 +121,23 @@ class KVPool:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Give up what is in flight and close the store. Use :meth:`drain` first to let saves end. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._tasks.cancel_scope.cancel()
         # Not told of the body's exception: the task group would wrap it in an ExceptionGroup.
         await self._stack.__aexit__(None, None, None)
 
-    # ---- what callers do
+    @property
+    def staging(self) -> Staging:
+        """The memory that all bytes travel through."""
+        return self._transfers.staging
 
-    def transfer(self, group: int, hashes: BlockHashes, chunk_ids: npt.ArrayLike, block_ids: npt.ArrayLike) -> Transfer:
-        """The chunks ``chunk_ids`` of a prompt with block hashes ``hashes``, held by ``block_ids``."""
-        ids = np.asarray(chunk_ids, np.intp)
-        digests = hashes.pack((ids + 1) * self.spec.hashes_per_block(group) - 1)
-        packed = BlockHashes(digests, hashes.hash_len, scheme=hashes.scheme)
-        return Transfer(group, packed, np.asarray(block_ids, np.intp))
+    # ---- look up
 
     async def lookup(
         self,
@@ -167,113 +150,38 @@ class KVPool:
     ) -> Hit:
         """How many of ``num_tokens`` prompt tokens can be served, ``local_tokens`` of them by the engine itself.
 
-        A fault or a passed deadline is a miss: the answer is then ``Hit(0, ...)``.
+        A hit that spares less than ``min_load_tokens``, a fault or a passed deadline is a miss: ``Hit(0, ...)``.
         """
         self._check_open()
+        start = anyio.current_time()
         limit = self._limit(deadline, self.config.lookup_timeout_ms / 1000)
         count = self.counters
         count.lookups += 1
+        outcome: Literal["hit", "miss", "late", "failed"]
+        hit = Hit(0, (0,) * len(self.spec.groups))
         search = self.coordinator.search(num_tokens, len(hashes), local_tokens=local_tokens)
         try:
             probes = next(search)
             while True:
                 probes = search.send(await self._probe(keyspace or self.keyspace, hashes, probes, limit))
         except StopIteration as stop:
-            hit: Hit = stop.value
+            found: Hit = stop.value
+            outcome = "hit" if found.length - local_tokens >= max(1, self.config.min_load_tokens) else "miss"
+            hit = found if outcome == "hit" else hit
         except TimeoutError:
-            count.lookup_late += 1
-            return self._miss()
+            outcome = "late"
         except Exception as error:
-            count.lookup_failed += 1
+            outcome = "failed"
             logger.warning("lookup answered as a miss: %s: %s", type(error).__name__, error)
-            return self._miss()
-        count.add(lookup_hits=hit.length > 0, lookup_misses=hit.length == 0, hit_tokens=hit.length)
+        count.add(
+            lookup_hits=outcome == "hit",
+            lookup_misses=outcome == "miss",
+            lookup_late=outcome == "late",
+            lookup_failed=outcome == "failed",
+            hit_tokens=hit.length,
+        )
+        tell(self._listener, LookupEnded(outcome, hit.length, num_tokens, anyio.current_time() - start))
         return hit
-
-    async def load(
-        self, parts: Sequence[Transfer], *, keyspace: KeySpace | None = None, deadline: float | None = None
-    ) -> list[Results]:
-        """Load chunks into the engine's blocks; one column of results a member of ``parts``.
-
-        A block holds the chunk if and only if its status is OK; any other block is untouched. No block is written after
-        this returns or is cancelled.
-        """
-        self._check_open()
-        limit = self._limit(deadline, self.config.load_timeout_s)
-        self.counters.load_jobs += 1
-        results = [Results.empty(len(c), Status.TIMED_OUT) for c in parts]
-        batches = [(p, out, rows) for p, out in zip(parts, results, strict=True) for rows in self._batches(p)]
-        async with anyio.create_task_group() as tasks:
-            for part, out, rows in batches:
-                tasks.start_soon(self._load_batch, part, rows, out, keyspace or self.keyspace, limit)
-        for out in results:
-            self.counters.add(
-                loaded_chunks=int(out.ok.sum()),
-                loaded_bytes=int(out.nbytes.sum()),
-                load_missing_chunks=_count(out, Status.ABSENT),
-                load_late_chunks=_count(out, Status.TIMED_OUT),
-                load_failed_chunks=_count(out, Status.FAILED, Status.REJECTED),
-                load_corrupt_chunks=_count(out, Status.CORRUPT),
-            )
-        return results
-
-    async def save(
-        self,
-        parts: Sequence[Transfer],
-        *,
-        keyspace: KeySpace | None = None,
-        deadline: float | None = None,
-        copied: Callable[[], None] | None = None,
-    ) -> list[Results]:
-        """Save chunks from the engine's blocks; one column of results a member of ``parts``.
-
-        Chunks that the store already has are OK and not copied. ``copied`` is called once, as soon as no block of the
-        job will be read any more, at the latest before this returns or raises.
-        """
-        space = keyspace or self.keyspace
-        reading = _Countdown(copied)
-        nbytes = 0
-        try:
-            self._check_open()
-            limit = self._limit(deadline, self.config.save_timeout_s)
-            self.counters.save_jobs += 1
-            if self._queued_save_bytes >= self.config.save_queue_bytes:
-                # The store is slower than the engine: give up now, while it costs nothing, and not after a long wait.
-                self.counters.save_dropped_chunks += sum(len(p) for p in parts)
-                return [Results.empty(len(p), Status.REJECTED) for p in parts]
-            results = [Results.empty(len(p), Status.TIMED_OUT) for p in parts]
-            batches = [(p, out, rows) for p, out in zip(parts, results, strict=True) for rows in self._batches(p)]
-            nbytes = sum(len(p) * self._chunk_bytes(p) for p in parts)
-            self._queued_save_bytes += nbytes
-            reading.left = len(batches)
-            self._describe(space)
-            async with anyio.create_task_group() as tasks:
-                for part, out, rows in batches:
-                    tasks.start_soon(self._save_batch, part, rows, out, space, limit, reading.step)
-        finally:
-            self._queued_save_bytes -= nbytes
-            reading.finish()
-        for out in results:
-            self.counters.add(
-                saved_chunks=int((out.ok & (out.nbytes > 0)).sum()),
-                saved_bytes=int(out.nbytes.sum()),
-                save_late_chunks=_count(out, Status.TIMED_OUT),
-                save_failed_chunks=_count(out, Status.FAILED, Status.CORRUPT, Status.ABSENT),
-                save_rejected_chunks=_count(out, Status.REJECTED),
-            )
-        return results
-
-    # ---- how it is done
-
-    async def _present(self, keys: Sequence[str], deadline: float) -> Outcome[Presence]:
-        """Presence of ``keys``, those that failed lately counted as absent."""
-        self.counters.probed_keys += len(keys)
-        asked = await self._calls.run(lambda: self.store.exists(keys, deadline=deadline), deadline)
-        if asked.result is not None:
-            if len(asked.result) != len(keys):
-                return Outcome(error=StoreError(f"the store answered {len(asked.result)} of {len(keys)} keys"))
-            asked.result[self._failed.among(keys, anyio.current_time())] = ABSENT
-        return asked
 
     async def _probe(
         self, keyspace: KeySpace, hashes: BlockHashes, probes: Sequence[Probe], deadline: float
@@ -287,7 +195,7 @@ class KVPool:
             for key in keyspace.keys(probe.group, shard, hashes, probe.hash_ids)
         ]
         self.counters.probe_waves += 1
-        asked = await self._present(keys, deadline)
+        asked = await self._transfers.present(keys, deadline)
         if asked.late:
             raise TimeoutError
         if asked.result is None:
@@ -301,91 +209,155 @@ class KVPool:
             start += n * size
         return answer
 
-    async def _load_batch(
-        self, part: Transfer, rows: npt.NDArray[np.intp], out: Results, keyspace: KeySpace, deadline: float
-    ) -> None:
-        layout = self.layouts[part.group]
-        keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
-        width = self._chunk_bytes(part)
-        lease = await self._lease(len(rows) * width, LOAD, deadline)
-        if lease is None:
-            return
-        buffers = lease.buffers(len(rows), width)
-        got = await self._calls.run(lambda: self.store.get_into(keys, buffers, deadline=deadline), deadline, lease)
-        if got.late:
-            self._failed.add(keys, anyio.current_time())
-            return
-        try:
-            results = self._checked(got, len(rows))
-            self._failed.add((keys[i] for i in np.flatnonzero(~results.ok)), anyio.current_time())
-            ok = np.flatnonzero(results.ok)
-            # A cancelled job must not touch the engine's blocks; from here on nothing waits for the store any more.
-            await anyio.lowlevel.checkpoint_if_cancelled()
-            if len(ok):
-                staged = lease.rows(len(rows), width)
-                staged = staged if len(ok) == len(rows) else staged[ok]
-                blocks = part.block_ids[rows[ok]].reshape(-1)
-                await self._threads.run(layout.scatter, blocks, staged.reshape(len(blocks), layout.block_bytes))
-            _report(out, rows, results, width)
-        finally:
-            lease.release()
+    async def pin(self, parts: Sequence[Transfer], *, seconds: float, keyspace: KeySpace | None = None) -> Pins:
+        """Ask the store to keep these chunks until they are loaded, ``seconds`` at most; an async context manager.
 
-    async def _save_batch(
+        Where the store cannot pin, or does not answer, nothing is pinned: a load may then find them gone.
+        """
+        self._check_open()
+        space = keyspace or self.keyspace
+        keys = [
+            key
+            for part in parts
+            for key in space.keys(part.group, self._shards[part.group], part.hashes, np.arange(len(part)))
+        ]
+        pins = Pins(self.store, self._calls, keys)
+        await pins.take(seconds, self._limit(None, self.config.lookup_timeout_ms / 1000))
+        return pins
+
+    # ---- load and save
+
+    def transfer(self, group: int, hashes: BlockHashes, chunk_ids: npt.ArrayLike, block_ids: npt.ArrayLike) -> Transfer:
+        """The chunks ``chunk_ids`` of a prompt with block hashes ``hashes``, held by ``block_ids``."""
+        ids = np.asarray(chunk_ids, np.intp)
+        digests = hashes.pack((ids + 1) * self.spec.hashes_per_block(group) - 1)
+        packed = BlockHashes(digests, hashes.hash_len, scheme=hashes.scheme)
+        return Transfer(group, packed, np.asarray(block_ids, np.intp))
+
+    async def load(
+        self, parts: Sequence[Transfer], *, keyspace: KeySpace | None = None, deadline: float | None = None
+    ) -> list[Results]:
+        """Load chunks into the engine's blocks; one column of results a member of ``parts``.
+
+        A block holds the chunk if and only if its status is OK; any other block is untouched. No block is written after
+        this returns or is cancelled. If :meth:`reset` is called meanwhile, nothing counts as loaded (blocks may have
+        been written). Raises LayoutError for a block id that does not exist.
+        """
+        self._check_open()
+        start = anyio.current_time()
+        limit = self._limit(deadline, self.config.load_timeout_s)
+        self.counters.load_jobs += 1
+        space = keyspace or self.keyspace
+        results = await self._transfers.load(parts, space, limit)
+        if keyspace is None and space is not self.keyspace:
+            for out in results:
+                out.status[:] = Status.FAILED
+                out.nbytes[:] = 0
+        event = LoadEnded(
+            loaded=sum(int(out.ok.sum()) for out in results),
+            missing=_count(results, Status.ABSENT),
+            late=_count(results, Status.TIMED_OUT),
+            failed=_count(results, Status.FAILED, Status.REJECTED),
+            corrupt=_count(results, Status.CORRUPT),
+            nbytes=sum(int(out.nbytes.sum()) for out in results),
+            seconds=anyio.current_time() - start,
+        )
+        self.counters.add(
+            loaded_chunks=event.loaded,
+            loaded_bytes=event.nbytes,
+            load_missing_chunks=event.missing,
+            load_late_chunks=event.late,
+            load_failed_chunks=event.failed,
+            load_corrupt_chunks=event.corrupt,
+        )
+        tell(self._listener, event)
+        return results
+
+    async def save(
         self,
-        part: Transfer,
-        rows: npt.NDArray[np.intp],
-        out: Results,
-        keyspace: KeySpace,
-        deadline: float,
-        read: Callable[[], None],
-    ) -> None:
-        """Probe, copy out, put. ``read`` is called once, when no block of the batch will be read any more."""
-        layout = self.layouts[part.group]
-        width = self._chunk_bytes(part)
-        lease: Lease | None = None
-        try:
-            keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
-            asked = await self._present(keys, deadline)
-            if asked.result is None:
-                out.status[rows] = Status.TIMED_OUT if asked.late else Status.FAILED
-                return
-            present = np.equal(asked.result, PRESENT)
-            out.status[rows[present]] = Status.OK
-            self.counters.save_present_chunks += int(present.sum())
-            absent = np.flatnonzero(~present)
-            if not len(absent):
-                return
-            rows, keys = rows[absent], [keys[i] for i in absent]
-            lease = await self._lease(len(rows) * width, SAVE, deadline)
-            if lease is None:
-                return
-            blocks = part.block_ids[rows].reshape(-1)
-            staged = lease.rows(len(rows), width).reshape(len(blocks), layout.block_bytes)
-            await self._threads.run(layout.gather, blocks, staged)
-        except BaseException:
-            if lease is not None:
-                lease.release()
-            raise
-        finally:
-            read()
-        buffers = lease.buffers(len(rows), width)
-        put = await self._calls.run(lambda: self.store.put(keys, buffers, deadline=deadline), deadline, lease)
-        if put.late:
-            return
-        lease.release()
-        results = self._checked(put, len(rows))
-        self._failed.discard(keys[i] for i in np.flatnonzero(results.ok))
-        _report(out, rows, results, width)
+        parts: Sequence[Transfer],
+        *,
+        keyspace: KeySpace | None = None,
+        deadline: float | None = None,
+        copied: Callable[[], None] | None = None,
+    ) -> list[Results]:
+        """Save chunks from the engine's blocks; one column of results a member of ``parts``.
 
-    @staticmethod
-    def _checked(outcome: Outcome[Results], n: int) -> Results:
-        """The results of a call; FAILED for all keys if it raised or answered for another number of keys."""
-        results = outcome.result
-        if results is not None and len(results) == n:
-            return results
-        failed = Results.empty(n, Status.FAILED)
-        failed.errors[0] = outcome.error or StoreError(f"the store answered {len(results or ())} of {n} keys")
-        return failed
+        Chunks that the store already has are OK and not copied; SKIPPED ones were not admitted
+        (``save_after_uses``). ``copied`` is called once, as soon as no block of the job will be read any more, at the
+        latest before this returns or raises. Raises LayoutError for a block id that does not exist.
+        """
+        ended = anyio.Event()
+        self._saves.add(ended)
+        queued = 0
+        try:
+            self._check_open()
+            start = anyio.current_time()
+            limit = self._limit(deadline, self.config.save_timeout_s)
+            self.counters.save_jobs += 1
+            space = keyspace or self.keyspace
+            drop = self._queued_save_bytes >= self.config.save_queue_bytes
+            if drop:
+                # The store is slower than the engine: give up now, while it costs nothing, and not after a long wait.
+                results = [Results.empty(len(p), Status.REJECTED) for p in parts]
+            else:
+                queued = self._transfers.nbytes(parts)
+                self._queued_save_bytes += queued
+                self._describe(space)
+                then, copied = copied, None
+                results = await self._transfers.save(parts, space, limit, then)
+        finally:
+            self._queued_save_bytes -= queued
+            self._saves.discard(ended)
+            ended.set()
+            if copied is not None:
+                copied()
+        event = SaveEnded(
+            saved=sum(int((out.ok & (out.nbytes > 0)).sum()) for out in results),
+            present=sum(int((out.ok & (out.nbytes == 0)).sum()) for out in results),
+            skipped=_count(results, Status.SKIPPED),
+            dropped=_count(results, Status.REJECTED) if drop else 0,
+            late=_count(results, Status.TIMED_OUT),
+            failed=_count(results, Status.FAILED, Status.CORRUPT, Status.ABSENT),
+            nbytes=sum(int(out.nbytes.sum()) for out in results),
+            seconds=anyio.current_time() - start,
+        )
+        self.counters.add(
+            saved_chunks=event.saved,
+            saved_bytes=event.nbytes,
+            save_present_chunks=event.present,
+            save_skipped_chunks=event.skipped,
+            save_dropped_chunks=event.dropped,
+            save_late_chunks=event.late,
+            save_failed_chunks=event.failed,
+            save_rejected_chunks=0 if drop else _count(results, Status.REJECTED),
+        )
+        tell(self._listener, event)
+        return results
+
+    async def drain(self, *, deadline: float = math.inf) -> bool:
+        """Wait until no save is in flight; tells whether that was before the deadline."""
+        with move_on_at(deadline):
+            while self._saves:
+                await next(iter(self._saves)).wait()
+        return not self._saves
+
+    # ---- namespaces and epochs
+
+    def reset(self, label: str | None = None) -> bytes:
+        """Start another epoch and return it: nothing that was saved before is found again by this pool.
+
+        Engines share again through an equal ``label``; without one the epoch is random. Needs no store and cannot
+        fail; other namespaces and epochs are untouched. Saves in flight end in the old epoch; loads in flight report
+        nothing as loaded.
+        """
+        epoch = os.urandom(16) if label is None else epoch_of(label)
+        self.keyspace = self._keyspace(epoch)
+        tell(self._listener, ResetDone(epoch))
+        return epoch
+
+    def _keyspace(self, epoch: bytes) -> KeySpace:
+        return KeySpace(self.namespace.derive(epoch=epoch.hex()) if any(epoch) else self.namespace, self.spec)
 
     def _describe(self, keyspace: KeySpace) -> None:
         """Leave the namespace's manifest in the store, once, so that a person can tell what its values are."""
@@ -400,60 +372,18 @@ class KVPool:
 
         self._tasks.start_soon(self._calls.run, put, limit)
 
-    async def _lease(self, nbytes: int, priority: int, deadline: float) -> Lease | None:
-        """Staging memory, or None if there was none before the deadline."""
-        try:
-            return await self.staging.acquire(nbytes, priority=priority, deadline=deadline)
-        except TimeoutError:
-            return None
-
-    def _batches(self, part: Transfer) -> list[npt.NDArray[np.intp]]:
-        """Row indices of a job in batches that fit ``batch_bytes`` of staging."""
-        if not self.layouts:
-            raise LayoutError("this pool was made without block layouts: it can only look up")
-        self.layouts[part.group].check(part.block_ids)
-        per_batch = max(1, int(self.config.batch_bytes) // max(1, self._chunk_bytes(part)))
-        return [np.arange(i, min(i + per_batch, len(part))) for i in range(0, len(part), per_batch)]
-
-    def _chunk_bytes(self, part: Transfer) -> int:
-        blocks = 1 if part.block_ids.ndim == 1 else part.block_ids.shape[1]
-        return blocks * self.layouts[part.group].block_bytes
-
     def _limit(self, deadline: float | None, timeout: float) -> float:
         return min(math.inf if deadline is None else deadline, anyio.current_time() + timeout)
-
-    def _miss(self) -> Hit:
-        return Hit(0, (0,) * len(self.spec.groups))
 
     def _check_open(self) -> None:
         if self._closed:
             raise KVPoolError("the pool is not open: use it inside 'async with'")
 
 
-class _Countdown:
-    """Calls ``then`` once: after ``left`` parts have stepped, or when the whole is finished."""
-
-    def __init__(self, then: Callable[[], None] | None) -> None:
-        self.left = 0
-        self._then = then
-
-    def step(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.finish()
-
-    def finish(self) -> None:
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+def epoch_of(label: str) -> bytes:
+    """The 16-byte epoch of a label; all zero for none, the epoch of engines that were never reset."""
+    return hashlib.blake2b(label.encode(), digest_size=16).digest() if label else bytes(16)
 
 
-def _report(out: Results, rows: npt.NDArray[np.intp], results: Results, width: int) -> None:
-    """Put the results of a batch into the columns of its job."""
-    out.status[rows] = results.status
-    out.nbytes[rows] = np.where(results.ok, width, 0)
-    out.errors.update({int(rows[i]): error for i, error in results.errors.items()})
-
-
-def _count(results: Results, *statuses: Status) -> int:
-    return int(np.isin(results.status, statuses).sum())
+def _count(results: Sequence[Results], *statuses: Status) -> int:
+    return sum(int(np.isin(out.status, statuses).sum()) for out in results)

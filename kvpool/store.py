@@ -54,6 +54,7 @@ class Status(IntEnum):
     TIMED_OUT = 3  #: the deadline passed before this key was done
     CORRUPT = 4  #: something is stored but it is not what the key promises (length, format, checksum)
     REJECTED = 5  #: the store refuses to take it now (full, value too large); puts only
+    SKIPPED = 6  #: not wanted in the store by the pool's own policy; saves only, no store answers it
 
 
 @dataclass(slots=True)
@@ -170,6 +171,19 @@ class SupportsScan(Protocol):
 
     def scan(self, prefix: str = "") -> AsyncIterator[str]:
         """The keys that begin with ``prefix``, in no order; those that come or go meanwhile may be missed."""
+        ...
+
+
+@runtime_checkable
+class SupportsPin(Protocol):
+    """A store that evicts values and can be asked to spare some for a while."""
+
+    async def pin(self, keys: Sequence[str], *, seconds: float, deadline: float = math.inf) -> Presence:
+        """Like ``exists``; what is PRESENT is not evicted for ``seconds``, or until it is unpinned as often."""
+        ...
+
+    async def unpin(self, keys: Sequence[str]) -> None:
+        """Take back one pin of each key; keys without one are ignored. Ends soon, whatever happens."""
         ...
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.keys import Namespace
+from kvpool.pool import epoch_of
 from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
 from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["KVPoolConnector"]
 
 logger = logging.getLogger(__name__)
-
-#: The epoch of an engine that has never been reset and has no label: shared by all such engines.
-FIRST_EPOCH = bytes(16)
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -96,7 +93,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 create_transport(transport).polled_client(),
                 reads=transfer.is_kv_consumer,
                 writes=transfer.is_kv_producer,
-                epoch=_epoch(self._config),
+                epoch=epoch_of(self._config.epoch_label),
             )
         else:
             rank = Rank(get_tp_group().rank_in_group, get_pp_group().rank_in_group)
@@ -233,12 +230,6 @@ def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: 
     """The engine's namespace, for later: vLLM sets the seed of its hash chain after it has made the scheduler."""
     facts = model_facts(vllm_config, kv_cache_config, config)
     return functools.cache(lambda: Namespace.of({**facts, **seed_facts(vllm_config)}))
-
-
-def _epoch(config: Config) -> bytes:
-    if not config.epoch_label:
-        return FIRST_EPOCH
-    return hashlib.blake2b(config.epoch_label.encode(), digest_size=16).digest()
 
 
 def _private_url(vllm_config: VllmConfig) -> str:

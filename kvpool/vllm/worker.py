@@ -28,6 +28,7 @@ from kvpool.portal import Portal
 from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
 from kvpool.spec import CacheSpec
+from kvpool.store import Status
 from kvpool.transport import LookupRequest, LookupResult
 from kvpool.vllm.messages import Job, StepWork, WorkerReport
 
@@ -275,4 +276,5 @@ async def _load(pool: KVPool, parts: list[Transfer], space: KeySpace) -> Columns
 
 
 async def _save(pool: KVPool, parts: list[Transfer], space: KeySpace, released: partial[None]) -> Columns:
-    return [results.ok for results in await pool.save(parts, keyspace=space, copied=released)]
+    saved = await pool.save(parts, keyspace=space, copied=released)
+    return [results.ok | np.equal(results.status, Status.SKIPPED) for results in saved]

@@ -1,0 +1,49 @@
+"""Values that a store keeps for a moment, so that what a lookup found is still there when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+
+from kvpool.calls import StoreCalls
+from kvpool.store import Presence, Store, SupportsPin
+
+__all__ = ["Pins"]
+
+
+class Pins:
+    """Pinned values of one store. Released once, by :meth:`release` or at the end of ``async with``, else by time."""
+
+    def __init__(self, store: Store, calls: StoreCalls, keys: Sequence[str]) -> None:
+        self._store = store
+        self._calls = calls
+        self._keys = keys
+        self.held = 0  #: how many values are pinned
+
+    async def take(self, seconds: float, deadline: float) -> None:
+        """Pin what is there, for ``seconds`` at most."""
+        store, keys = self._store, self._keys
+        if not keys or not isinstance(store, SupportsPin):
+            return
+
+        async def pin() -> Presence:
+            return await store.pin(keys, seconds=seconds, deadline=deadline)
+
+        asked = await self._calls.run(pin, deadline)
+        if asked.result is not None:
+            self._keys = [key for key, found in zip(keys, asked.result.tolist(), strict=True) if found == 1]
+            self.held = len(self._keys)
+
+    async def release(self) -> None:
+        """Let the store evict them again. Doing so twice, or after they ran out, has no effect."""
+        keys, self._keys, self.held = (self._keys if self.held else []), [], 0
+        if keys and isinstance(self._store, SupportsPin):
+            with anyio.CancelScope(shield=True):
+                await self._store.unpin(keys)
+
+    async def __aenter__(self) -> Pins:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.release()

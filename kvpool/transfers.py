@@ -1,0 +1,263 @@
+"""How bytes travel between a store and an engine's blocks: through staging memory, in bounded batches.
+
+A load writes a block only after the store call has ended and its bytes are proven, in one step that a cancelled or
+late job never takes. A save copies blocks out early, so that the engine has them back before the store is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.admission import Admission
+from kvpool.calls import FailedKeys, Outcome, StoreCalls
+from kvpool.config import Config
+from kvpool.errors import ConfigError, LayoutError, StoreError
+from kvpool.hashes import BlockHashes
+from kvpool.keys import KeySpace
+from kvpool.memory import BlockLayout
+from kvpool.metrics import Counters
+from kvpool.staging import Lease, Staging
+from kvpool.store import ABSENT, PRESENT, Presence, Results, Status, Store
+from kvpool.threads import Threads
+
+__all__ = ["Transfer", "Transfers"]
+
+LOAD, SAVE = 0, 1  #: priorities in staging memory: loads go before saves
+Ids = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Chunks of one group to move, and the engine blocks that hold them.
+
+    ``hashes``: one digest a chunk (its last sub-hash). ``block_ids``: [n], or [n, k] with k engine blocks a chunk.
+    """
+
+    group: int
+    hashes: BlockHashes
+    block_ids: Ids
+
+    def __post_init__(self) -> None:
+        if len(self.hashes) != len(self.block_ids):
+            raise LayoutError(f"{len(self.hashes)} chunk hashes do not fit {len(self.block_ids)} rows of block ids")
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Engine blocks that hold one chunk."""
+        return 1 if self.block_ids.ndim == 1 else int(self.block_ids.shape[1])
+
+
+class Transfers:
+    """Moves chunks for one pool. ``layouts``: one a group. ``shards``: the shard of each group that this rank holds."""
+
+    def __init__(
+        self,
+        store: Store,
+        calls: StoreCalls,
+        layouts: Sequence[BlockLayout],
+        shards: Sequence[int],
+        config: Config,
+        counters: Counters,
+    ) -> None:
+        self._store = store
+        self._calls = calls
+        self._layouts = layouts
+        self._shards = shards
+        self._counters = counters
+        self._batch_bytes = int(config.batch_bytes)
+        self._failed = FailedKeys(config.failed_key_ttl_s)
+        self._admission = Admission(config.save_after_uses)
+        self._threads = Threads(2)
+        self.staging = Staging(int(config.staging_bytes))
+
+    @staticmethod
+    def check(layouts: Sequence[BlockLayout], config: Config) -> None:
+        """Raises ConfigError if not even one block fits the staging memory."""
+        largest = max((layout.block_bytes for layout in layouts), default=0)
+        if largest > config.staging_bytes:
+            raise ConfigError(
+                f"staging_bytes={int(config.staging_bytes)} does not hold one block of {largest} bytes; "
+                "set it to several times that"
+            )
+
+    async def present(self, keys: Sequence[str], deadline: float) -> Outcome[Presence]:
+        """Presence of ``keys``, those that failed lately counted as absent."""
+        self._counters.probed_keys += len(keys)
+        asked = await self._calls.run(lambda: self._store.exists(keys, deadline=deadline), deadline)
+        if asked.result is None:
+            return asked
+        if len(asked.result) != len(keys):
+            return Outcome(error=StoreError(f"the store answered {len(asked.result)} of {len(keys)} keys"))
+        if failed := self._failed.among(keys, anyio.current_time()):
+            asked.result = np.array(asked.result)
+            asked.result[failed] = ABSENT
+        return asked
+
+    def nbytes(self, parts: Sequence[Transfer]) -> int:
+        """Bytes of all chunks of a job."""
+        return sum(len(part) * self._width(part) for part in parts)
+
+    async def load(self, parts: Sequence[Transfer], keyspace: KeySpace, deadline: float) -> list[Results]:
+        """Fill the engine's blocks; a block whose chunk is not OK is untouched. Raises LayoutError for bad blocks."""
+        results = [Results.empty(len(part), Status.TIMED_OUT) for part in parts]
+        batches = [(p, rows, out) for p, out in zip(parts, results, strict=True) for rows in self._batches(p)]
+        async with anyio.create_task_group() as tasks:
+            for part, rows, out in batches:
+                tasks.start_soon(self._load_batch, part, rows, out, keyspace, deadline)
+        return results
+
+    async def save(
+        self, parts: Sequence[Transfer], keyspace: KeySpace, deadline: float, copied: Callable[[], None] | None
+    ) -> list[Results]:
+        """Store the engine's blocks. ``copied`` is called once, when none of them will be read any more."""
+        reading = _Countdown(copied)
+        try:
+            results = [Results.empty(len(part), Status.TIMED_OUT) for part in parts]
+            batches = [(p, rows, out) for p, out in zip(parts, results, strict=True) for rows in self._batches(p)]
+            reading.left = len(batches)
+            async with anyio.create_task_group() as tasks:
+                for part, rows, out in batches:
+                    tasks.start_soon(self._save_batch, part, rows, out, keyspace, deadline, reading.step)
+            return results
+        finally:
+            reading.finish()
+
+    # ---- one batch
+
+    async def _load_batch(self, part: Transfer, rows: Ids, out: Results, keyspace: KeySpace, deadline: float) -> None:
+        layout, width = self._layouts[part.group], self._width(part)
+        keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
+        lease = await self._lease(len(rows) * width, LOAD, deadline)
+        if lease is None:
+            return
+        buffers = lease.buffers(len(rows), width)
+        got = await self._calls.run(lambda: self._store.get_into(keys, buffers, deadline=deadline), deadline, lease)
+        if got.late:
+            self._failed.add(keys, anyio.current_time())
+            return
+        try:
+            results = _checked(got, len(rows))
+            self._failed.add((keys[i] for i in np.flatnonzero(~results.ok)), anyio.current_time())
+            ok = np.flatnonzero(results.ok)
+            # A cancelled job must not touch the engine's blocks; from here on nothing waits for the store any more.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            if len(ok):
+                staged = lease.rows(len(rows), width)
+                staged = staged if len(ok) == len(rows) else staged[ok]
+                blocks = part.block_ids[rows[ok]].reshape(-1)
+                await self._threads.run(layout.scatter, blocks, staged.reshape(len(blocks), layout.block_bytes))
+            _report(out, rows, results, width)
+        finally:
+            lease.release()
+
+    async def _save_batch(
+        self,
+        part: Transfer,
+        rows: Ids,
+        out: Results,
+        keyspace: KeySpace,
+        deadline: float,
+        read: Callable[[], None],
+    ) -> None:
+        """Probe, copy out, put. ``read`` is called once, when no block of the batch will be read any more."""
+        layout, width = self._layouts[part.group], self._width(part)
+        lease: Lease | None = None
+        try:
+            admitted = self._admission.admit([part.hashes[i] for i in rows.tolist()])
+            out.status[rows[~admitted]] = Status.SKIPPED
+            rows = rows[admitted]
+            if not len(rows):
+                return
+            keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
+            asked = await self.present(keys, deadline)
+            if asked.result is None:
+                out.status[rows] = Status.TIMED_OUT if asked.late else Status.FAILED
+                return
+            present = np.equal(asked.result, PRESENT)
+            out.status[rows[present]] = Status.OK
+            absent = np.flatnonzero(~present)
+            if not len(absent):
+                return
+            rows, keys = rows[absent], [keys[i] for i in absent]
+            lease = await self._lease(len(rows) * width, SAVE, deadline)
+            if lease is None:
+                return
+            blocks = part.block_ids[rows].reshape(-1)
+            staged = lease.rows(len(rows), width).reshape(len(blocks), layout.block_bytes)
+            await self._threads.run(layout.gather, blocks, staged)
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            raise
+        finally:
+            read()
+        buffers = lease.buffers(len(rows), width)
+        put = await self._calls.run(lambda: self._store.put(keys, buffers, deadline=deadline), deadline, lease)
+        if put.late:
+            return
+        lease.release()
+        results = _checked(put, len(rows))
+        self._failed.discard(keys[i] for i in np.flatnonzero(results.ok))
+        _report(out, rows, results, width)
+
+    async def _lease(self, nbytes: int, priority: int, deadline: float) -> Lease | None:
+        """Staging memory, or None if there was none before the deadline."""
+        try:
+            return await self.staging.acquire(nbytes, priority=priority, deadline=deadline)
+        except TimeoutError:
+            return None
+
+    def _batches(self, part: Transfer) -> list[Ids]:
+        """Row indices of a job in batches that fit ``batch_bytes`` of staging."""
+        if not self._layouts:
+            raise LayoutError("this pool was made without block layouts: it can only look up")
+        self._layouts[part.group].check(part.block_ids)
+        per_batch = max(1, self._batch_bytes // max(1, self._width(part)))
+        return [np.arange(i, min(i + per_batch, len(part))) for i in range(0, len(part), per_batch)]
+
+    def _width(self, part: Transfer) -> int:
+        return part.blocks_per_chunk * self._layouts[part.group].block_bytes if self._layouts else 0
+
+
+class _Countdown:
+    """Calls ``then`` once: after ``left`` parts have stepped, or when the whole is finished."""
+
+    def __init__(self, then: Callable[[], None] | None) -> None:
+        self.left = 0
+        self._then = then
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+def _checked(outcome: Outcome[Results], n: int) -> Results:
+    """The results of a call; FAILED for all keys if it raised or answered for another number of keys."""
+    results = outcome.result
+    if results is not None and len(results) == n:
+        return results
+    failed = Results.empty(n, Status.FAILED)
+    failed.errors[0] = outcome.error or StoreError(f"the store answered {len(results or ())} of {n} keys")
+    return failed
+
+
+def _report(out: Results, rows: Ids, results: Results, width: int) -> None:
+    """Put the results of a batch into the columns of its job. ``nbytes`` stays 0 for what was there before."""
+    out.status[rows] = results.status
+    out.nbytes[rows] = np.where(results.ok & (results.nbytes > 0), width, 0)
+    out.errors.update({int(rows[i]): error for i, error in results.errors.items()})
