@@ -26,7 +26,7 @@ from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import SupportsScan
 from kvpool.threads import Threads
 
-__all__ = ["Job", "Outcome", "run_engine"]
+__all__ = ["Ended", "Job", "Outcome", "run_engine"]
 
 T = TypeVar("T")
 
@@ -105,18 +105,25 @@ class Outcome:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """There is nothing left to do. ``stored``: blocks in the store, None if it is not bounded or cannot tell."""
+
+    namespace: str
+    stored: int | None
+
+
 async def run_engine(
     job: Job,
     take: Callable[[], int | None],
     report: Callable[[Outcome], None],
     started: Callable[[], Awaitable[float]],
-) -> int | None:
+) -> Ended:
     """Play requests until there are none, or one has a problem.
 
     ``take``: the next request nobody else has taken, in arrival order. ``report`` gets every outcome. ``started``:
     called when the store is open; gives the time on the loop's clock at which the trace begins.
-
-    The blocks that the store holds at the end, where it is bounded and can tell. Raises ConfigError or StoreError.
+    Raises ConfigError or StoreError.
     """
     memory = BlockMemory(job.num_blocks, job.block_bytes)
     config = job.config
@@ -129,9 +136,10 @@ async def run_engine(
     try:
         async with pool:
             done = await _Engine(job, pool, memory, log).run(take, report, await started())
+            stored = None
             if done and job.bounded and isinstance(store, SupportsScan):
-                return sum([1 async for _ in store.scan(pool.keyspace.prefix(0, 0))])
-            return None
+                stored = sum([1 async for _ in store.scan(pool.keyspace.prefix(0, 0))])
+            return Ended(pool.keyspace.namespace.hex, stored)
     finally:
         logger.removeHandler(log)
 

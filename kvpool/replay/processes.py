@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import anyio
 
 from kvpool.errors import KVPoolError
-from kvpool.replay.engine import Job, Outcome, run_engine
+from kvpool.replay.engine import Ended, Job, Outcome, run_engine
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
     from multiprocessing.sharedctypes import Synchronized
 
-__all__ = ["Ended", "EngineProcesses", "Failed", "Message", "Ready", "first_of"]
+__all__ = ["EngineProcesses", "Failed", "Message", "Ready", "first_of"]
 
 _EXIT_S = 5.0  # for a process that has nothing left to do, or was told to end
 
@@ -31,13 +31,6 @@ _EXIT_S = 5.0  # for a process that has nothing left to do, or was told to end
 @dataclass(frozen=True)
 class Ready:
     """The store is open; the engine waits for :meth:`EngineProcesses.go`."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """There is nothing left to do. ``stored``: see :func:`~kvpool.replay.engine.run_engine`."""
-
-    stored: int | None
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,8 @@ def _main(job: Job, taken: Synchronized[int], parent: Connection) -> None:
 
     try:
         try:
-            last: Message = Ended(anyio.run(run_engine, job, take, parent.send, started, backend=job.config.event_loop))
+            backend = job.config.event_loop
+            last: Message = anyio.run(run_engine, job, take, parent.send, started, backend=backend)
         except (Exception, BaseExceptionGroup) as error:
             cause = first_of(error)
             if isinstance(cause, EOFError | BrokenPipeError | ConnectionResetError):

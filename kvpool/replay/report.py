@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.registry import parse_url
-from kvpool.replay.engine import Job, Outcome
+from kvpool.replay.engine import Ended, Job, Outcome
 
 __all__ = ["Report"]
 
@@ -34,6 +34,7 @@ class Report:
         self.counters: Counter[str] = Counter()
         self.times: dict[str, list[float]] = {"lookup": [], "load": [], "save": []}
         self.problem = ""
+        self.namespace = job.namespace.hex
         self.stored: int | None = None
         self.seconds = 0.0
         self.cpu_seconds = 0.0
@@ -55,6 +56,10 @@ class Report:
         if outcome.problem and not self.problem:
             self.problem = f"line {line}: {outcome.problem}"
 
+    def end(self, ended: Ended) -> None:
+        """An engine has come to its end; what the last one says of the store holds."""
+        self.namespace, self.stored = ended.namespace, ended.stored
+
     @property
     def hit_rate(self) -> float:
         """Blocks loaded and verified, as a share of the blocks listed, 0 to 1."""
@@ -73,7 +78,7 @@ class Report:
         if not self.complete or self.problem:
             return None
         count = self.counters
-        lost = sum(count[f"save_{what}_chunks"] for what in ("late", "failed", "rejected", "dropped"))
+        lost = sum(count[f"save_{what}_chunks"] for what in ("late", "failed", "rejected", "dropped", "skipped"))
         return self.blocks - self.verified - self.wrong - count["saved_chunks"] - lost
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,7 +87,7 @@ class Report:
         return {
             "trace": job.trace.name,
             "store": str(parse_url(job.store)),
-            "namespace": job.namespace.hex,
+            "namespace": self.namespace,
             "engines": job.engines,
             "block_bytes": job.block_bytes,
             "blocks_per_engine": job.num_blocks,
@@ -112,7 +117,7 @@ class Report:
         of_all = "" if self.complete else f" of {len(job.trace):,}"
         rows = [
             ("trace", job.trace.name),
-            ("store", f"{parse_url(job.store)}, namespace {job.namespace.hex}"),
+            ("store", f"{parse_url(job.store)}, namespace {self.namespace}"),
             ("engines", f"{job.engines}; block memory of each: {memory}"),
             ("requests", f"{self.requests:,}{of_all}, {self.blocks:,} blocks"),
             (
@@ -141,6 +146,7 @@ class Report:
             ("late lookups", count["lookup_late"], "counted as misses"),
             ("late loads", count["load_late_chunks"], "blocks, computed instead"),
             ("late saves", count["save_late_chunks"], "blocks"),
+            ("not admitted", count["save_skipped_chunks"], "blocks not saved, by the pool's own policy"),
             ("dropped saves", count["save_dropped_chunks"], "blocks, because the store is slower than the engine"),
         ]
         return rows + [(name, f"{n:,} {what}") for name, n, what in rare if n]

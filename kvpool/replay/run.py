@@ -17,8 +17,8 @@ import anyio
 
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.registry import create_store, parse_url
-from kvpool.replay.engine import Job, Outcome, run_engine
-from kvpool.replay.processes import Ended, EngineProcesses, Failed, Ready, first_of
+from kvpool.replay.engine import Ended, Job, Outcome, run_engine
+from kvpool.replay.processes import EngineProcesses, Failed, Ready, first_of
 from kvpool.replay.report import Report
 
 __all__ = ["run"]
@@ -73,7 +73,7 @@ class _Replay:
             return anyio.current_time()
 
         async def main() -> None:
-            self.report.stored = await run_engine(self.job, lambda: next(requests, None), self.add, started)
+            self.report.end(await run_engine(self.job, lambda: next(requests, None), self.add, started))
 
         try:
             anyio.run(main, backend=self.job.config.event_loop)
@@ -104,7 +104,7 @@ class _Replay:
                 if isinstance(message, Outcome):
                     self.add(message)
                 elif isinstance(message, Ended):
-                    report.stored = message.stored
+                    report.end(message)
                 elif isinstance(message, Failed):
                     if opening:
                         raise KVPoolError(message.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_one_namespace_is_removed(store: str, namespaces: list[str], capsys: pyt
     assert main(["clear", store, "--namespace", namespaces[0], "--yes"]) == 0
     assert capsys.readouterr().out == f"{UNIQUE + 1} values removed\n"
     assert inspected(store, capsys).keys() == {namespaces[1], "in all"}
+
+
+def test_the_namespace_of_a_replay_is_the_one_in_the_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_EPOCH_LABEL", "blue")
+    trace, store = write(tmp_path / "day.jsonl", PROMPTS), f"file://{tmp_path}/kv"
+    assert main(["replay", str(trace), "--store", store]) == 0
+    (shown,) = re.findall(r"namespace ([0-9a-f]{32})", capsys.readouterr().out)
+    assert inspected(store, capsys).keys() == {shown, "in all"}
 
 
 def test_clear_asks_and_takes_no_answer_for_no(
