@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 __all__ = ["Counters"]
 
@@ -19,6 +19,7 @@ class Counters:
     hit_tokens: int = 0
     probe_waves: int = 0
     probed_keys: int = 0
+    unknown_keys: int = 0  #: probed, and the store could not tell; taken for absent
     load_jobs: int = 0
     loaded_chunks: int = 0
     loaded_bytes: int = 0
@@ -39,7 +40,7 @@ class Counters:
 
     def snapshot(self) -> dict[str, int]:
         """A copy as a plain dict."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _NAMES}
 
     def add(self, **deltas: int) -> None:
         """Add to several counters at once."""
@@ -48,4 +49,7 @@ class Counters:
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
         """What was added after ``before``, a snapshot; only what changed."""
-        return {f.name: d for f in fields(self) if (d := getattr(self, f.name) - before.get(f.name, 0))}
+        return {name: d for name in _NAMES if (d := getattr(self, name) - before.get(name, 0))}
+
+
+_NAMES = tuple(f.name for f in fields(Counters))

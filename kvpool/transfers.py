@@ -23,7 +23,7 @@ from kvpool.keys import KeySpace
 from kvpool.memory import BlockLayout
 from kvpool.metrics import Counters
 from kvpool.staging import Lease, Staging
-from kvpool.store import ABSENT, PRESENT, Presence, Results, Status, Store
+from kvpool.store import ABSENT, PRESENT, UNKNOWN, Presence, Results, Status, Store
 from kvpool.threads import Threads
 
 __all__ = ["Transfer", "Transfers"]
@@ -97,6 +97,7 @@ class Transfers:
             return asked
         if len(asked.result) != len(keys):
             return Outcome(error=StoreError(f"the store answered {len(asked.result)} of {len(keys)} keys"))
+        self._counters.unknown_keys += int(np.count_nonzero(asked.result == UNKNOWN))
         if failed := self._failed.among(keys, anyio.current_time()):
             asked.result = np.array(asked.result)
             asked.result[failed] = ABSENT
