@@ -55,7 +55,7 @@ class TestCluster(RedisConformance):
         return RedisStore(f"{self.cluster.url}?prefix={place}&max_value=16MiB")
 
     def raw_read(self, place: str, key: str) -> bytes | None:
-        found = self.cluster.owner(place + key).raw("GET", place + key)
+        found = self.cluster.owner(place + key).settled("GET", place + key)
         return None if found is None else found[HEADER:]
 
     def raw_write(self, place: str, key: str, value: bytes) -> None:

@@ -48,7 +48,7 @@ class RedisConformance(StoreConformance[str]):
         return RedisStore(f"redis+unix://{self.server.socket}?prefix={place}&max_value=16MiB")
 
     def raw_read(self, place: str, key: str) -> bytes | None:
-        found = self.server.raw("GET", place + key)
+        found = self.server.settled("GET", place + key)
         return None if found is None else found[HEADER:]
 
     def raw_write(self, place: str, key: str, value: bytes) -> None:
