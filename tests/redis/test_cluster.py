@@ -124,7 +124,7 @@ async def test_a_slot_on_the_move(cluster: RedisCluster) -> None:
 async def test_a_server_that_dies_and_is_replaced(cluster: RedisCluster) -> None:
     victim, *_ = cluster.nodes
     replica = cluster.stack.enter_context(
-        RedisServer(cluster_enabled="yes", cluster_node_timeout=1000, repl_diskless_sync_delay=0)
+        RedisServer(cluster_enabled="yes", cluster_node_timeout=5000, repl_diskless_sync_delay=0)
     )
     replica.raw("CLUSTER", "MEET", "127.0.0.1", victim.port, victim.port + 10_000)
     victim_id = victim.raw("CLUSTER", "MYID")

@@ -25,7 +25,7 @@ class RedisCluster:
     def __init__(self, stack: ExitStack) -> None:
         options: dict[str, str | int] = {
             "cluster_enabled": "yes",
-            "cluster_node_timeout": 1000,
+            "cluster_node_timeout": 5000,
             "repl_diskless_sync_delay": 0,
         }
         self.nodes = [stack.enter_context(RedisServer(**options)) for _ in range(3)]
