@@ -8,6 +8,7 @@ Whoever is last, asker or call, lets go of the memory.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,15 @@ from typing import Generic, TypeVar
 
 import anyio
 import anyio.abc
+import numpy as np
 
 from kvpool.deadlines import move_on_at
 from kvpool.errors import StoreError
 from kvpool.metrics import Counters
 from kvpool.staging import Lease
+from kvpool.store import Presence, Results, Status
 
-__all__ = ["FailedKeys", "Outcome", "StoreCalls"]
+__all__ = ["FailedKeys", "Outcome", "StoreCalls", "checked_presence", "checked_results"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,43 +47,58 @@ class _Call(Generic[T]):
     lease: Lease | None
     outcome: Outcome[T] = field(default_factory=Outcome)
     done: anyio.Event = field(default_factory=anyio.Event)
-    left_behind: bool = False
+    left_behind: int | None = None  #: bytes of the lease, once nobody waits any more
+
+    def release(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
 
 
 class StoreCalls:
     """Runs a pool's store calls in ``tasks``; used from one event loop.
 
     ``grace``: a store that honours deadlines answers so many seconds after one; then its call is left behind.
+    ``max_left_bytes``: so much staging memory in calls left behind means that the store is wedged.
     """
 
-    def __init__(self, tasks: anyio.abc.TaskGroup, counters: Counters, *, grace: float) -> None:
+    def __init__(
+        self, tasks: anyio.abc.TaskGroup, counters: Counters, *, grace: float, max_left_bytes: float = math.inf
+    ) -> None:
         self._grace = grace
+        self._max_left_bytes = max_left_bytes
         self._tasks = tasks
         self._counters = counters
         self.left_behind = 0  #: calls that still run though nobody waits for them
+        self.left_bytes = 0  #: staging memory that they hold
 
     async def run(self, fn: Callable[[], Awaitable[T]], deadline: float, lease: Lease | None = None) -> Outcome[T]:
-        """Await ``fn()`` until the deadline. After an outcome that is not late, ``lease`` is the caller's again.
+        """Await ``fn()`` until the deadline.
 
-        On a late outcome, or if the caller is cancelled, the call keeps ``lease`` and releases it when it ends.
+        If this returns an outcome that is not late, ``lease`` is the caller's again. In every other case (late, or the
+        caller was cancelled) the last of both, call and caller, has released it or will.
         """
-        if self.left_behind >= MAX_LEFT_BEHIND:
+        if self.left_behind >= MAX_LEFT_BEHIND or self.left_bytes > self._max_left_bytes:
             return Outcome(error=StoreError(f"the store hangs: {self.left_behind} calls do not come back"))
         call: _Call[T] = _Call(lease)
         self._tasks.start_soon(self._run, call, fn, deadline)
         try:
             with move_on_at(deadline + self._grace):
                 await call.done.wait()
+            if not call.done.is_set() or call.outcome.late:
+                return Outcome(late=True)
+            call.lease = None
+            if call.outcome.error is not None:
+                logger.warning("store call failed: %s: %s", type(call.outcome.error).__name__, call.outcome.error)
+            return call.outcome
         finally:
-            if not call.done.is_set():
-                call.left_behind = True
+            if call.done.is_set():
+                call.release()
+            else:
+                call.left_behind = lease.nbytes if lease is not None else 0
                 self.left_behind += 1
+                self.left_bytes += call.left_behind
                 self._counters.abandoned_calls += 1
-        if call.left_behind:
-            return Outcome(late=True)
-        if call.outcome.error is not None:
-            logger.warning("store call failed: %s: %s", type(call.outcome.error).__name__, call.outcome.error)
-        return call.outcome
 
     async def _run(self, call: _Call[T], fn: Callable[[], Awaitable[T]], deadline: float) -> None:
         call.outcome.late = True
@@ -90,12 +108,17 @@ class StoreCalls:
                 call.outcome.late = False
         except Exception as error:
             call.outcome.error, call.outcome.late = error, False
+        except anyio.get_cancelled_exc_class():
+            if anyio.current_effective_deadline() == -math.inf:
+                raise
+            # Nobody cancelled this task: the store leaked a cancellation of its own (a cancelled future, say).
+            call.outcome.error, call.outcome.late = StoreError("the store cancelled its own call"), False
         finally:
             call.done.set()
-            if call.left_behind:
+            if call.left_behind is not None:
                 self.left_behind -= 1
-                if call.lease is not None:
-                    call.lease.release()
+                self.left_bytes -= call.left_behind
+                call.release()
 
 
 class FailedKeys:
@@ -127,3 +150,33 @@ class FailedKeys:
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
         return [i for i, key in enumerate(keys) if key in self._until] if self._until else []
+
+
+def checked_presence(outcome: Outcome[Presence], n: int) -> Outcome[Presence]:
+    """The outcome, or an error if what the store answered is no presence of ``n`` keys."""
+    found = outcome.result
+    if found is None or (isinstance(found, np.ndarray) and found.shape == (n,)):
+        return outcome
+    return Outcome(error=StoreError(f"the store answered {_shape(found)} for {n} keys"))
+
+
+def checked_results(outcome: Outcome[Results], n: int, width: int, *, filled: bool) -> Results:
+    """The results of a call on ``n`` values of ``width`` bytes; FAILED for all keys if they are none.
+
+    ``filled``: an OK promises ``width`` bytes in memory; a value that claims another length is CORRUPT.
+    """
+    results = outcome.result
+    columns = (results.status, results.nbytes) if isinstance(results, Results) else (None, None)
+    if results is None or not all(isinstance(c, np.ndarray) and c.shape == (n,) for c in columns):
+        failed = Results.empty(n, Status.FAILED)
+        if n:
+            failed.errors[0] = outcome.error or StoreError(f"the store answered {_shape(columns[0])} for {n} keys")
+        return failed
+    status, nbytes = np.array(results.status), np.array(results.nbytes)
+    if filled:
+        status[(status == Status.OK) & (nbytes != width)] = Status.CORRUPT
+    return Results(status, nbytes, {i: e for i, e in results.errors.items() if 0 <= i < n})
+
+
+def _shape(answer: object) -> str:
+    return f"{type(answer).__name__} of shape {getattr(answer, 'shape', '?')}"

@@ -93,8 +93,12 @@ class Config(BaseModel):
         :class:`~kvpool.errors.ConfigError` that names each bad field, where it was set, its value and what is allowed.
         """
         given = dict(values or {})
+        if bad := [name for name in given if not isinstance(name, str)]:
+            raise ConfigError(f"config: field names must be text, not {bad[0]!r}")
         environ = os.environ if environ is None else environ
         file = given.pop("config_file", None) or config_file or environ.get(_FILE_VARIABLE)
+        if file and not isinstance(file, str | os.PathLike):
+            raise ConfigError(f"config_file={file!r}: must be the path of a TOML file")
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
         layers: list[tuple[Mapping[str, Any], str]] = [(_from_file(Path(file)), str(file))] if file else []
@@ -150,3 +154,5 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not UTF-8 text") from error
+    except ValueError as error:  # a NUL in the path
+        raise ConfigError(f"config file {str(path)!r}: {error}") from error

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import anyio
+import numpy as np
 
-from kvpool.calls import StoreCalls
-from kvpool.store import Presence, Store, SupportsPin
+from kvpool.calls import StoreCalls, checked_presence
+from kvpool.store import PRESENT, Presence, Store, SupportsPin
 
 __all__ = ["Pins"]
+
+RELEASE_TIMEOUT_S = 1.0
 
 
 class Pins:
@@ -31,16 +34,18 @@ class Pins:
             return await store.pin(keys, seconds=seconds, deadline=deadline)
 
         asked = await self._calls.run(pin, deadline)
-        if asked.result is not None:
-            self._keys = [key for key, found in zip(keys, asked.result.tolist(), strict=True) if found == 1]
+        found = checked_presence(asked, len(keys)).result
+        if found is not None:
+            self._keys = [keys[i] for i in np.flatnonzero(found == PRESENT)]
             self.held = len(self._keys)
 
     async def release(self) -> None:
         """Let the store evict them again. Doing so twice, or after they ran out, has no effect."""
-        keys, self._keys, self.held = (self._keys if self.held else []), [], 0
-        if keys and isinstance(self._store, SupportsPin):
-            with anyio.CancelScope(shield=True):
-                await self._store.unpin(keys)
+        store, keys = self._store, self._keys if self.held else []
+        self._keys, self.held = [], 0
+        if keys and isinstance(store, SupportsPin):
+            # Not waited for longer than this, and if it fails or the caller is cancelled, they run out by themselves.
+            await self._calls.run(lambda: store.unpin(keys), anyio.current_time() + RELEASE_TIMEOUT_S)
 
     async def __aenter__(self) -> Pins:
         return self

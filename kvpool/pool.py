@@ -111,7 +111,12 @@ class KVPool:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.store)
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
-            self._calls = StoreCalls(self._tasks, self.counters, grace=self.config.deadline_grace_s)
+            self._calls = StoreCalls(
+                self._tasks,
+                self.counters,
+                grace=self.config.deadline_grace_s,
+                max_left_bytes=self.config.staging_bytes / 2,
+            )
             self._transfers = Transfers(self.store, self._calls, self.layouts, self._shards, self.config, self.counters)
             stack.callback(self.staging.close)
             self._stack = stack.pop_all()
@@ -382,7 +387,7 @@ class KVPool:
 
 def epoch_of(label: str) -> bytes:
     """The 16-byte epoch of a label; all zero for none, the epoch of engines that were never reset."""
-    return hashlib.blake2b(label.encode(), digest_size=16).digest() if label else bytes(16)
+    return hashlib.blake2b(label.encode("utf-8", "surrogatepass"), digest_size=16).digest() if label else bytes(16)
 
 
 def _count(results: Sequence[Results], *statuses: Status) -> int:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.admission import Admission
-from kvpool.calls import FailedKeys, Outcome, StoreCalls
+from kvpool.calls import FailedKeys, Outcome, StoreCalls, checked_presence, checked_results
 from kvpool.config import Config
-from kvpool.errors import ConfigError, LayoutError, StoreError
+from kvpool.errors import ConfigError, LayoutError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace
 from kvpool.memory import BlockLayout
@@ -93,10 +93,9 @@ class Transfers:
         """Presence of ``keys``, those that failed lately counted as absent."""
         self._counters.probed_keys += len(keys)
         asked = await self._calls.run(lambda: self._store.exists(keys, deadline=deadline), deadline)
+        asked = checked_presence(asked, len(keys))
         if asked.result is None:
             return asked
-        if len(asked.result) != len(keys):
-            return Outcome(error=StoreError(f"the store answered {len(asked.result)} of {len(keys)} keys"))
         self._counters.unknown_keys += int(np.count_nonzero(asked.result == UNKNOWN))
         if failed := self._failed.among(keys, anyio.current_time()):
             asked.result = np.array(asked.result)
@@ -139,6 +138,7 @@ class Transfers:
         keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
         lease = await self._lease(len(rows) * width, LOAD, deadline)
         if lease is None:
+            self._failed.add(keys, anyio.current_time())
             return
         buffers = lease.buffers(len(rows), width)
         got = await self._calls.run(lambda: self._store.get_into(keys, buffers, deadline=deadline), deadline, lease)
@@ -146,7 +146,7 @@ class Transfers:
             self._failed.add(keys, anyio.current_time())
             return
         try:
-            results = _checked(got, len(rows))
+            results = checked_results(got, len(rows), width, filled=True)
             self._failed.add((keys[i] for i in np.flatnonzero(~results.ok)), anyio.current_time())
             ok = np.flatnonzero(results.ok)
             # A cancelled job must not touch the engine's blocks; from here on nothing waits for the store any more.
@@ -206,7 +206,7 @@ class Transfers:
         if put.late:
             return
         lease.release()
-        results = _checked(put, len(rows))
+        results = checked_results(put, len(rows), width, filled=False)
         self._failed.discard(keys[i] for i in np.flatnonzero(results.ok))
         _report(out, rows, results, width)
 
@@ -245,16 +245,6 @@ class _Countdown:
         then, self._then = self._then, None
         if then is not None:
             then()
-
-
-def _checked(outcome: Outcome[Results], n: int) -> Results:
-    """The results of a call; FAILED for all keys if it raised or answered for another number of keys."""
-    results = outcome.result
-    if results is not None and len(results) == n:
-        return results
-    failed = Results.empty(n, Status.FAILED)
-    failed.errors[0] = outcome.error or StoreError(f"the store answered {len(results or ())} of {n} keys")
-    return failed
 
 
 def _report(out: Results, rows: Ids, results: Results, width: int) -> None:

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 NULL_BLOCK = 0
 #: A save job reports this long after its deadline at the latest, unless something is wedged.
 REPORT_SLACK_S = 2.0
+#: A request whose save failed waits twice as long with each failure, up to the second of these, before the next.
+RETRY_S, MAX_RETRY_S = 0.1, 30.0
 #: Pins may hold at most this share of the engine's blocks; further saves wait for the next step.
 MAX_PINNED_SHARE = 0.5
 
@@ -58,6 +60,10 @@ class _RequestState:
     asked_local: int = 0  #: local tokens of the lookup in flight or answered
     answer: LookupResult | None = None
     answer_until: float = 0.0
+    answer_used: bool = False
+    retry_at: float = 0.0  #: no save before that: the last one failed
+    failures: int = 0
+    stale: bool = False  #: computed, in part, before a reset: neither stored nor looked up again
     no_lookup: bool = False  #: a load failed or a lookup was late: computed by the engine in this generation
     offered: int = 0  #: local tokens at the last positive match
 
@@ -70,6 +76,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Save:
+    state: _RequestState
     range: SaveRange
     pinned: list[KVCacheBlock]
     quarantine_at: float
@@ -113,6 +120,7 @@ class SchedulerSide:
         self._pinned_blocks = 0
         self._layouts: set[str] = set()
         self._grace_left = config.lookup_grace_ms / 1000
+        self._polled = False
         self._pool: BlockPool | None = None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -156,8 +164,8 @@ class SchedulerSide:
         for state in self._requests.values():
             self._drop_lookup(state)
             state.answer = None
-            if state.saving:
-                self._progress.begin(state.request.request_id)
+            # Its blocks are those of the old epoch and must not be stored under the new one.
+            state.stale = state.saving or state.offered > 0 or state.request.num_computed_tokens > 0
 
     # ---- lookup
 
@@ -166,10 +174,13 @@ class SchedulerSide:
         if not self._reads or request.skip_reading_prefix_cache:
             return 0
         state = self._state(request)
-        if state.bypass or state.no_lookup:
+        if state.bypass or state.no_lookup or state.stale:
             return 0
-        self._poll(0.0)
-        fresh = state.answer is not None and time.monotonic() < state.answer_until
+        if not self._polled:
+            self._polled = True  # once a step is enough, however many requests wait
+            self._poll(0.0)
+        # An answer counts at least once, so that a short age cannot make a request ask for ever.
+        fresh = state.answer is not None and (not state.answer_used or time.monotonic() < state.answer_until)
         if state.ticket is None and not state.no_lookup and not (fresh and state.asked_local <= local_tokens):
             state.answer = None
             self._ask(state, local_tokens)
@@ -180,6 +191,7 @@ class SchedulerSide:
         if state.ticket is not None:
             return None
         hit = 0 if state.answer is None else state.answer.hit_length
+        state.answer_used = True
         # The answer may be older than the request's last token; a hit never covers it.
         hit = min(hit, self.spec.align(request.num_tokens - 1))
         tokens = hit - local_tokens
@@ -213,7 +225,7 @@ class SchedulerSide:
                 elif result.epoch != self.epoch:
                     state.no_lookup = True
                 else:
-                    state.answer = result
+                    state.answer, state.answer_used = result, False
                     state.answer_until = time.monotonic() + result.max_age
             if until is None or until.ticket is None or time.monotonic() >= end:
                 return
@@ -255,7 +267,7 @@ class SchedulerSide:
 
     def build_work(self, output: SchedulerOutput) -> StepWork:
         """The jobs of this step."""
-        self._grace_left = self.config.lookup_grace_ms / 1000
+        self._grace_left, self._polled = self.config.lookup_grace_ms / 1000, False
         loads, self._new_loads = self._new_loads, []
         saves = [job for state, computed in self._computed(output) for job in self._save_jobs(state, computed, output)]
         return StepWork(self._namespace(), self.epoch, loads, saves, idle=not output.total_num_scheduled_tokens)
@@ -269,7 +281,7 @@ class SchedulerSide:
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None and not state.bypass:
+            if state is not None and not state.bypass and not state.stale:
                 yield state, before[request_id] + scheduled
 
     def _save_jobs(self, state: _RequestState, computed: int, output: SchedulerOutput) -> Iterable[Job]:
@@ -277,28 +289,35 @@ class SchedulerSide:
         assert self._pool is not None
         assert output.kv_connector_block_state is not None
         request = state.request
+        if time.monotonic() < state.retry_at:
+            return
         if not state.saving:
             # What was found in the store is there already; a failed load proves nothing of the kind.
             found = 0 if state.answer is None or state.no_lookup else state.answer.hit_length
             self._progress.begin(request.request_id, found)
             state.saving = True
         prompt = min(request.num_prompt_tokens, len(request.block_hashes) * self.spec.hash_block_size)
-        for due in self._progress.offer(request.request_id, self.spec.align(min(computed, prompt))):
+        end = min(self.spec.align(min(computed, prompt)), self._progress.mark(request.request_id) + self._budget())
+        for due in self._progress.offer(request.request_id, end):
             tables = output.kv_connector_block_state.get_block_ids(request.request_id)
             if tables is None or not (job := self._save_job(state, due, tables)):
                 self._progress.report(due, saved=tables is not None)
                 continue
             ids = np.concatenate([part.block_ids for part in job.parts]).tolist()
-            if self._pinned_blocks + len(ids) > MAX_PINNED_SHARE * self._pool.num_gpu_blocks:
-                self._progress.report(due, saved=False)
-                continue
             blocks = [self._pool.blocks[i] for i in ids]
             self._pool.touch(blocks)
             self._pinned_blocks += len(blocks)
             until = time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S
             ranks = self.spec.parallel.size
-            self._saves[job.number] = _Save(due, blocks, until, ranks, ranks)
+            self._saves[job.number] = _Save(state, due, blocks, until, ranks, ranks)
             yield job
+
+    def _budget(self) -> int:
+        """Tokens, whole common blocks, that may be pinned for saves beyond what is."""
+        assert self._pool is not None
+        blocks = sum(self.spec.common_block // self.spec.groups[g].block_size for g in self.spec.cached_groups)
+        left = int(MAX_PINNED_SHARE * self._pool.num_gpu_blocks) - self._pinned_blocks
+        return max(left // blocks, 0) * self.spec.common_block
 
     def _save_job(self, state: _RequestState, due: SaveRange, tables: Sequence[list[int]]) -> Job | None:
         """The chunks of a range that a later hit can use and that still have a block; None if there are none."""
@@ -338,6 +357,9 @@ class SchedulerSide:
                     del self._saves[number]
                     self._unpin(save)
                     self._progress.report(save.range, saved=save.stored)
+                    save.state.failures = 0 if save.stored else save.state.failures + 1
+                    if not save.stored:  # again, but not in every step: a store in trouble must not cost the engine
+                        save.state.retry_at = time.monotonic() + min(RETRY_S * 2**save.state.failures, MAX_RETRY_S)
 
     def _compare_layouts(self, layouts: Mapping[str, int]) -> None:
         """Ranks whose blocks differ in form cannot share one namespace: then the engine goes on without the pool."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import heapq
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -29,6 +31,7 @@ from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
 from kvpool.spec import CacheSpec
 from kvpool.store import Status
+from kvpool.transfers import Transfers
 from kvpool.transport import LookupRequest, LookupResult
 from kvpool.vllm.messages import Job, StepWork, WorkerReport
 
@@ -38,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: For each part of a job: bool[n], which chunks were proven loaded, or stored.
 Columns: TypeAlias = list[npt.NDArray[np.bool_]]
+#: A job ends by its own deadline; one that has not even begun is cancelled this long after it.
+EXPIRY_SLACK_S = 0.5
 #: Longest wait in a step that computes nothing while jobs are in flight, so that vLLM does not spin at full speed.
 IDLE_WAIT_S = 0.001
 #: How long closing may take, stores and servers dead or not.
@@ -100,6 +105,8 @@ class WorkerSide:
         self._epoch = b""
         self._loads: dict[int, Job] = {}
         self._saves: dict[int, Job] = {}
+        self._reading: set[int] = set()  # saves whose blocks may still be read here
+        self._expiry: list[tuple[float, tuple[str, int]]] = []
         self._released: collections.deque[int] = collections.deque()
         self._report = WorkerReport()
         self._counters = Counters()
@@ -111,7 +118,11 @@ class WorkerSide:
         self._portal: Portal[KVPool] | None = None
 
     def start(self, layouts: Sequence[BlockLayout], layout: Fact) -> None:
-        """Start the event loop, the store and the lookup server, in the background."""
+        """Start the event loop, the store and the lookup server, in the background.
+
+        Raises ConfigError if the staging memory does not hold one block.
+        """
+        Transfers.check(layouts, self._config)
         self.layouts = tuple(layouts)
         self._spaces = _Spaces(self._spec, layout)
         self._report.layouts[hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()] = 1
@@ -154,16 +165,21 @@ class WorkerSide:
         for job in work.loads:
             self._loads[job.number] = job
             self._portal.submit(_load, self._transfers(job), self._space(job), token=("load", job.number))
+            self._expire("load", job.number, self._config.load_timeout_s)
         for job in work.saves:
             self._saves[job.number] = job
+            self._reading.add(job.number)
             released = partial(self._released.append, job.number)
             self._portal.submit(_save, self._striped(job), self._space(job), released, token=("save", job.number))
+            self._expire("save", job.number, self._config.save_timeout_s)
 
     def collect(self, work: StepWork) -> None:
         """Take in what has ended since the last step."""
         assert self._portal is not None
         if work.idle and (self._loads or self._saves):
             self._portal.wait(IDLE_WAIT_S)
+        while self._expiry and self._expiry[0][0] <= time.monotonic():
+            self._portal.cancel(heapq.heappop(self._expiry)[1])  # no effect on a job that has ended
         for done in self._portal.poll():
             kind, number = cast(tuple[str, int], done.token)
             if kind == "hello":
@@ -175,6 +191,10 @@ class WorkerSide:
             (self._loaded if kind == "load" else self._saved)(number, done.result if done.error is None else None)
         while self._released:
             self._release(self._released.popleft())
+
+    def _expire(self, kind: str, number: int, timeout: float) -> None:
+        """Cancel a job this long after it was handed over: it may still wait for a store that does not open."""
+        heapq.heappush(self._expiry, (time.monotonic() + timeout + EXPIRY_SLACK_S, (kind, number)))
 
     def _loaded(self, number: int, proven: Columns | None) -> None:
         job = self._loads.pop(number)
@@ -197,9 +217,10 @@ class WorkerSide:
         self._report.saved[number] = 1, stored is not None and all(bool(ok.all()) for ok in stored)
 
     def _release(self, number: int) -> None:
-        # "copied" and the job's end may both tell; the scheduler counts ranks, so it hears of each job once.
-        if number in self._saves:
-            self._report.released.setdefault(number, 1)
+        # "copied" and the job's end both tell, in different steps; the scheduler counts ranks, so it hears of it once.
+        if number in self._reading:
+            self._reading.discard(number)
+            self._report.released[number] = 1
 
     def take_received(self) -> set[str]:
         """Requests whose load has ended, well or not; each once."""

@@ -1,0 +1,278 @@
+"""The two halves of the connector without an engine: what they tell each other over several steps and ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.config import Config
+from kvpool.errors import ConfigError
+from kvpool.hashes import BlockHashes, chain_hashes
+from kvpool.keys import Namespace
+from kvpool.memory import BlockLayout
+from kvpool.ranks import Parallel, Rank
+from kvpool.spec import CacheGroup, CacheSpec, Kind
+from kvpool.transport import LookupResult
+from kvpool.vllm.messages import Job, Part, StepWork, WorkerReport
+from kvpool.vllm.scheduler import SchedulerSide
+from kvpool.vllm.worker import WorkerSide
+
+BLOCK = 4
+NAMESPACE = Namespace.of({"test": "halves"})
+EPOCH = bytes(16)
+HANGS = "tests.vllm.hanging:HangingStore"
+
+
+def spec(tensor: int = 1) -> CacheSpec:
+    return CacheSpec((CacheGroup(Kind.FULL, BLOCK, shards=tensor),), BLOCK, parallel=Parallel(tensor))
+
+
+def job(number: int, blocks: int = 4, seed: int = 0) -> Job:
+    hashes = chain_hashes(np.arange(blocks * BLOCK) + 1000 * seed, BLOCK)
+    ids = np.arange(blocks)
+    return Job(number, f"request-{number}", EPOCH, (Part(0, ids, hashes, ids + 1),))
+
+
+def work(loads: tuple[Job, ...] = (), saves: tuple[Job, ...] = ()) -> StepWork:
+    return StepWork(NAMESPACE, EPOCH, list(loads), list(saves), idle=True)
+
+
+@pytest.fixture
+def workers() -> Iterator[Callable[..., WorkerSide]]:
+    made: list[WorkerSide] = []
+
+    def make(store: str, rank: Rank = Rank(), tensor: int = 1, **config: Any) -> WorkerSide:  # noqa: B008
+        side = WorkerSide(Config.load({"store": store, **config}), spec(tensor), None, rank=rank, kv_heads=[8])
+        side.start([BlockLayout.of_arrays(np.zeros((64, 32), np.uint8))], {"form": "test"})
+        made.append(side)
+        return side
+
+    yield make
+    for side in made:
+        side.close()
+
+
+def step(side: WorkerSide, given: StepWork) -> WorkerReport:
+    side.submit(given)
+    side.collect(given)
+    return side.take_report() or WorkerReport()
+
+
+def until(side: WorkerSide, done: Callable[[WorkerReport], bool], given: StepWork) -> list[WorkerReport]:
+    """Steps until the summed reports satisfy ``done``; fails if that takes too long."""
+    reports, total, end = [step(side, given)], WorkerReport(), time.monotonic() + 20
+    total = total.aggregate(reports[0])
+    while not done(total):
+        assert time.monotonic() < end, total
+        reports.append(step(side, work()))
+        total = total.aggregate(reports[-1])
+    return [*reports, total]
+
+
+def test_a_rank_releases_each_job_once_over_all_steps(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
+    side = workers(f"file://{tmp_path}")
+    for number in range(1, 6):
+        *_, total = until(side, lambda r, n=number: n in r.saved, work(saves=(job(number, seed=number),)))  # type: ignore[misc]
+        for _ in range(5):
+            total = total.aggregate(step(side, work()))
+        assert total.released == {number: 1}
+        assert total.saved == {number: (1, True)}
+    assert not any(side.outstanding().values())
+
+
+def test_pins_stay_until_every_rank_has_let_go() -> None:
+    pool = FakePool(64)
+    side = scheduler(pool, tensor=2)
+    request = FakeRequest(4)
+    side.on_new_request(request)
+    (saving,) = side.build_work(output(request, 16)).saves
+    assert pool.pinned == 4
+    side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, True)}))
+    assert pool.pinned == 4, "the other rank still reads"
+    side.take_report(reported(released={saving.number: 1}))
+    assert pool.pinned == 0
+    side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, True), 99: (1, True)}))
+    assert pool.pinned == 0
+    assert side.outstanding()["saves"] == 0
+
+
+def test_a_store_that_never_opens_delays_nothing_for_ever(workers: Callable[..., WorkerSide]) -> None:
+    side = workers(HANGS, load_timeout_s=0.2, save_timeout_s=0.2)
+    *_, total = until(side, lambda r: 1 in r.loaded and 2 in r.saved, work((job(1),), (job(2),)))
+    assert total.loaded == {1: (1, False)}
+    assert total.saved == {2: (1, False)}
+    assert total.released == {2: 1}
+    assert side.take_received() == {"request-1"}
+    assert side.take_invalid() == {1, 2, 3, 4}
+
+
+def test_staging_that_holds_no_block_is_refused_at_start() -> None:
+    config = Config.load({"staging_bytes": 16, "batch_bytes": 16})
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        WorkerSide(config, spec(), None).start([BlockLayout.of_arrays(np.zeros((4, 32), np.uint8))], {})
+
+
+def test_an_answer_counts_once_whatever_its_age() -> None:
+    client = FakeClient(LookupResult(12, (12,), EPOCH, 0.0))
+    side = scheduler(FakePool(64), client=client, lookup_grace_ms=0)
+    request = FakeRequest(4)
+    side.on_new_request(request)
+    assert side.match(request, 0) is None
+    client.answer()
+    side.build_work(output())
+    assert side.match(request, 0) == 12
+    assert client.asked == 1
+
+
+def test_the_socket_is_read_once_a_step_however_many_wait() -> None:
+    client = FakeClient(LookupResult(12, (12,), EPOCH, 1.0))
+    side = scheduler(FakePool(64), client=client, lookup_grace_ms=0)
+    requests = [FakeRequest(4) for _ in range(50)]
+    for request in requests:
+        side.on_new_request(request)
+        side.match(request, 0)
+    side.build_work(output())
+    before = client.polls
+    for request in requests:
+        assert side.match(request, 0) is None
+    assert client.polls - before == 1
+
+
+def test_a_save_larger_than_the_pin_budget_goes_in_parts() -> None:
+    pool = FakePool(20)  # at most 10 pinned
+    side = scheduler(pool)
+    request = FakeRequest(18)
+    side.on_new_request(request)
+    stored = 0
+    for _ in range(10):
+        for saving in side.build_work(output(request, 72)).saves:
+            assert pool.pinned <= 10
+            stored += len(saving.parts[0].block_ids)
+            side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, True)}))
+    assert stored == 18
+
+
+def test_a_failed_save_waits_before_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("kvpool.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    side = scheduler(FakePool(64))
+    request = FakeRequest(4)
+    side.on_new_request(request)
+    tries = []
+    for _ in range(600):
+        for saving in side.build_work(output(request, 16)).saves:
+            tries.append(now[0])
+            side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, False)}))
+        now[0] += 0.1
+    gaps = np.diff(tries)
+    assert len(tries) < 12, "a failing store is asked in every step"
+    assert (gaps[1:] >= gaps[:-1] - 1e-6).all()
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_after_it() -> None:
+    side = scheduler(FakePool(64))
+    running, waiting = FakeRequest(8), FakeRequest(4, seed=1)
+    for request in (running, waiting):
+        side.on_new_request(request)
+    assert side.build_work(output(running, 16)).saves
+    side.reset()
+    assert not side.build_work(output(running, 32)).saves
+    assert side.match(running, 0) == 0
+    (saving,) = side.build_work(output(waiting, 16)).saves
+    assert saving.request_id == waiting.request_id
+    assert saving.epoch == side.epoch != EPOCH
+
+
+# ---- an engine's scheduler, as far as the connector sees it
+
+
+class FakeRequest:
+    number = 0
+
+    def __init__(self, blocks: int, seed: int = 0) -> None:
+        FakeRequest.number += 1
+        self.request_id = f"r{FakeRequest.number}"
+        self.block_hashes = list(chain_hashes(np.arange(blocks * BLOCK) + 1000 * seed, BLOCK))
+        self.num_prompt_tokens = self.num_tokens = blocks * BLOCK + 1
+        self.num_computed_tokens = 0
+        self.lora_request = None
+        self.skip_reading_prefix_cache = False
+
+
+class FakePool:
+    def __init__(self, blocks: int) -> None:
+        self.num_gpu_blocks = blocks
+        self.blocks = list(range(blocks))
+        self.pinned = 0
+
+    def touch(self, blocks: list[int]) -> None:
+        self.pinned += len(blocks)
+
+    def free_blocks(self, blocks: Iterator[int]) -> None:
+        self.pinned -= len(list(blocks))
+        assert self.pinned >= 0, "released twice"
+
+
+class FakeClient:
+    def __init__(self, result: LookupResult) -> None:
+        self.result = result
+        self.asked = self.polls = 0
+        self._answered: list[int] = []
+
+    def submit(self, request: object, *, timeout: float) -> int:
+        self.asked += 1
+        return self.asked
+
+    def answer(self) -> None:
+        self._answered = list(range(1, self.asked + 1))
+
+    def poll(self, *, wait: float = 0.0) -> list[tuple[int, LookupResult]]:
+        self.polls += 1
+        done, self._answered = [(t, self.result) for t in self._answered], []
+        return done
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def scheduler(pool: FakePool, *, tensor: int = 1, client: FakeClient | None = None, **config: Any) -> Any:
+    side: Any = SchedulerSide(
+        Config.load(config),
+        spec(tensor),
+        lambda: NAMESPACE,
+        "test-chained",
+        client or FakeClient(LookupResult(0, (0,), EPOCH, 1.0)),  # type: ignore[arg-type]
+        reads=True,
+        writes=True,
+        epoch=EPOCH,
+    )
+    side.bind_block_pool(pool)
+    return side
+
+
+def output(request: FakeRequest | None = None, computed: int = 0) -> Any:
+    ids = [request.request_id] if request else []
+    table = (list(range(1, len(request.block_hashes) + 1)),) if request else ()
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=ids, num_computed_tokens=[0] * len(ids)),
+        num_scheduled_tokens=dict.fromkeys(ids, computed),
+        total_num_scheduled_tokens=computed,
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: table),
+    )
+
+
+def reported(**columns: Any) -> Any:
+    return SimpleNamespace(kv_connector_worker_meta=WorkerReport(**columns))
+
+
+def test_hashes_of_a_job_are_those_of_its_chunks() -> None:
+    assert isinstance(job(1).parts[0].hashes, BlockHashes)
+    assert len(job(1, blocks=3).parts[0].hashes) == 3
