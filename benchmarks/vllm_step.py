@@ -1,9 +1,9 @@
 """What kvpool costs a vLLM engine: time in the match call, engine steps with the pool active against without.
 
 ``python -m benchmarks.vllm_step [--runs N] [--json FILE]`` needs vLLM. It starts one engine process after another, in
-turn without and with the connector, on the same stream of requests: long decodes run all the time while prompts
-arrive, half of them with a prefix that the store holds. Steps are compared within a kind (decode only or with prefill),
-since a hit spares prefill and would flatter the rest.
+turn without and with the connector, on the same stream of requests: two long decodes run all the time while new
+prompts arrive, half of them with a prefix of their own kind. Almost all are computed and saved, so the figures are
+those of an engine that gets little reuse. Steps are compared within a kind, decode only or with prefill.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(model: str, store: str) -> dict[str, Any]:
     cpu = time.process_time()
     arrived = 0
     while engine.scheduler.has_unfinished_requests():
-        # Every arrival is a new prompt; half begin with a stored prefix that the engine itself has forgotten.
+        # Every arrival is a new prompt; half begin with one of four prefixes.
         if arrived < ARRIVALS and sum(map(len, steps.values())) >= arrived * 15:
             start = shared[arrived % 4] if arrived % 2 else ()
             engine.add(prompt(PROMPT, seed=100 + arrived, start=start), output=4)
