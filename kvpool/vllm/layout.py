@@ -14,8 +14,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -29,12 +27,8 @@ from kvpool.spec import CacheGroup, CacheSpec, Kind
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_KINDS: dict[type, Kind] = {
-    FullAttentionSpec: Kind.FULL,
-    MLAAttentionSpec: Kind.MLA,
-    SlidingWindowSpec: Kind.SLIDING_WINDOW,
-    SlidingWindowMLASpec: Kind.SLIDING_WINDOW,
-}
+#: What has been shown bit for bit on a real engine; anything else is refused by name.
+_KINDS: dict[type, Kind] = {FullAttentionSpec: Kind.FULL, SlidingWindowSpec: Kind.SLIDING_WINDOW}
 
 __all__ = ["block_layouts", "cache_spec", "kv_heads", "layout_facts"]
 
