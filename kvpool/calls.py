@@ -45,7 +45,7 @@ class Outcome(Generic[T]):
 @dataclass(slots=True)
 class _Call(Generic[T]):
     lease: Lease | None
-    outcome: Outcome[T] = field(default_factory=Outcome)
+    outcome: Outcome[T]
     done: anyio.Event = field(default_factory=anyio.Event)
     left_behind: int | None = None  #: bytes of the lease, once nobody waits any more
 
@@ -80,7 +80,7 @@ class StoreCalls:
         """
         if self.left_behind >= MAX_LEFT_BEHIND or self.left_bytes > self._max_left_bytes:
             return Outcome(error=StoreError(f"the store hangs: {self.left_behind} calls do not come back"))
-        call: _Call[T] = _Call(lease)
+        call: _Call[T] = _Call(lease, Outcome())
         self._tasks.start_soon(self._run, call, fn, deadline)
         try:
             with move_on_at(deadline + self._grace):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import anyio
-import numpy as np
 
 from kvpool.calls import StoreCalls, checked_presence
 from kvpool.store import PRESENT, Presence, Store, SupportsPin
@@ -21,7 +20,7 @@ class Pins:
     def __init__(self, store: Store, calls: StoreCalls, keys: Sequence[str]) -> None:
         self._store = store
         self._calls = calls
-        self._keys = keys
+        self._keys: Sequence[str] = keys
         self.held = 0  #: how many values are pinned
 
     async def take(self, seconds: float, deadline: float) -> None:
@@ -36,13 +35,14 @@ class Pins:
         asked = await self._calls.run(pin, deadline)
         found = checked_presence(asked, len(keys)).result
         if found is not None:
-            self._keys = [keys[i] for i in np.flatnonzero(found == PRESENT)]
+            self._keys = [key for key, there in zip(keys, found.tolist(), strict=True) if there == PRESENT]
             self.held = len(self._keys)
 
     async def release(self) -> None:
         """Let the store evict them again. Doing so twice, or after they ran out, has no effect."""
-        store, keys = self._store, self._keys if self.held else []
-        self._keys, self.held = [], 0
+        store = self._store
+        keys: Sequence[str] = self._keys if self.held else ()
+        self._keys, self.held = (), 0
         if keys and isinstance(store, SupportsPin):
             # Not waited for longer than this, and if it fails or the caller is cancelled, they run out by themselves.
             await self._calls.run(lambda: store.unpin(keys), anyio.current_time() + RELEASE_TIMEOUT_S)
