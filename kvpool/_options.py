@@ -6,22 +6,26 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ValidationError
 
 from kvpool.errors import ConfigError
 
-__all__ = ["did_you_mean", "is_secret", "redact", "validate"]
+__all__ = ["did_you_mean", "is_secret", "redact", "redact_value", "validate"]
 
 M = TypeVar("M", bound=BaseModel)
 
-# Hides too much rather than too little; "tokens" and "tokenizer" are no secrets.
+# Hides too much rather than too little; "tokens", "tokenizer" and "key_ttl" are no secrets.
 _SECRET = r"passw(?:or)?d|passphrase|pwd|secret|credential|token(?!s|iz)|(?:api|access|private)[_-]?key"
-_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-# A URL inside a URL is percent-encoded, once a level (%3A, %253A). The last @ ends what is hidden: a password may have
-# stray / ? # @ in it.
-_USERINFO = re.compile(r"(:|%(?:25)*3A)(//|(?:%(?:25)*2F){2})\S*(@|%(?:25)*40)", re.IGNORECASE)
-_SECRET_PAIR = re.compile(rf"((?:{_SECRET})[\w.-]*(?:=|%(?:25)*3D))[^&\s]*", re.IGNORECASE)
+_SECRET_END = r"key|pass|auth"
+_SECRET_NAME = re.compile(rf"{_SECRET}|(?:{_SECRET_END})\Z", re.IGNORECASE)
+# In the words of a message, which go on behind a URL: percent-encoded, once a level (%3A, %253A).
+_USERINFO_IN_TEXT = re.compile(r"(:|%(?:25)*3A)(//|(?:%(?:25)*2F){2})\S*(@|%(?:25)*40)", re.IGNORECASE)
+_PAIR_IN_TEXT = re.compile(rf"((?:{_SECRET})[\w.-]*(?:=|%(?:25)*3D))[^&\s]*", re.IGNORECASE)
+# What is between a scheme, if there is one, and the last @: a password may hold anything, stray / ? # @ & too.
+_USERINFO = re.compile(r"\A([^:@]*:/*)?.*@", re.DOTALL)
+_SECRET_PAIR = re.compile(rf"(?:(?:{_SECRET})[\w.-]*|{_SECRET_END})\s*=", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
@@ -30,8 +34,27 @@ def is_secret(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """``text`` with the secrets of any URL in it replaced by ``***``."""
-    return _USERINFO.sub(r"\1\2***\3", _SECRET_PAIR.sub(r"\1***", text))
+    """A message with the secrets of any URL in it replaced by ``***``, for URLs without white space.
+
+    A second net, for the words of others. A value by itself is for :func:`redact_value`, which hides more.
+    """
+    return _USERINFO_IN_TEXT.sub(r"\1\2***\3", _PAIR_IN_TEXT.sub(r"\1***", text))
+
+
+def redact_value(text: str) -> str:
+    """``text`` with what may be secret in a URL in it, however often that is percent-encoded, replaced by ``***``.
+
+    Where a secret ends cannot be seen in text that has been decoded: user and password are hidden up to the last @,
+    and all that follows the name of a secret.
+    """
+    plain = text
+    while (decoded := unquote(plain)) != plain:
+        plain = decoded
+    shown = plain
+    if pair := _SECRET_PAIR.search(plain):
+        shown = plain[: pair.end()] + ("***@" if "@" in plain[pair.end() :] else "***")
+    shown = _USERINFO.sub(r"\1***@", shown)
+    return text if shown == plain else shown
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -81,4 +104,8 @@ def _problem(
 def _shown(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_shown(str(key), inner)}" for key, inner in value.items()) + "}"
-    return "***" if is_secret(name) else redact(repr(value))
+    if is_secret(name):
+        return "***"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_shown(name, inner) for inner in value) + "]"
+    return repr(redact_value(value)) if isinstance(value, str) else redact_value(repr(value))

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
-from kvpool._options import M, did_you_mean, is_secret, redact, validate
+from kvpool._options import M, did_you_mean, is_secret, redact_value, validate
 from kvpool.errors import ConfigError
 from kvpool.store import Store
 
@@ -59,12 +59,13 @@ _FORM = re.compile(
     r"(?:://(?:(?P<user>[^/?#]*)@)?(?P<place>[^/?#@]*)(?P<path>/[^?#]*)?)?"
     r"(?:\?(?P<query>[^#]*))?"
 )
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _PLACE = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:,\[\]]*)(?::(?P<port>\d{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class URL:
-    """Where something lives and how it is set up. ``repr`` and ``str`` never show a secret.
+    """Where something lives and how it is set up. ``str`` is a URL again, with ``***`` for secrets, and so is ``repr``.
 
     ``scheme`` is a registered name or "module:Class". ``host`` of a list ("a:1,b:2") is kept whole, with no ``port``.
     Everything is percent-decoded. ``params``: the query (and what a mapping adds), as text.
@@ -79,10 +80,14 @@ class URL:
     params: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        user = self.username + (":***" if self.password else "")
-        host = f"[{self.host}]" if ":" in self.host and "," not in self.host else self.host
-        place = (f"{user}@" if user else "") + host + (f":{self.port}" if self.port is not None else "") + self.path
-        query = "&".join(f"{k}={'***' if is_secret(k) else redact(v)}" for k, v in self.params.items())
+        # A user without a password may be a token.
+        user = f"{_quoted(self.username)}:***@" if self.password else "***@" if self.username else ""
+        host = f"[{self.host}]" if ":" in self.host and "," not in self.host else _quoted(self.host, ":,")
+        at = "" if user else "@"
+        place = user + host + (f":{self.port}" if self.port is not None else "")
+        place += _quoted(self.path, "/:,=" + ("" if place else "@"))
+        params = {k: "***" if is_secret(k) else redact_value(v) for k, v in self.params.items()}
+        query = "&".join(f"{_quoted(k)}={_quoted(v, '/:,=?[]' + at)}" for k, v in params.items())
         return self.scheme + (f"://{place}" if place or ":" not in self.scheme else "") + (f"?{query}" if query else "")
 
     def __repr__(self) -> str:
@@ -120,21 +125,45 @@ def parse_url(source: str | Mapping[str, object] | URL) -> URL:
             value = "true" if value else "false"
         if not isinstance(value, str | int | float):
             raise ConfigError(f"{url}: option {name} must be text, a number or a boolean, not {type(value).__name__}")
+        if _CONTROL.search(f"{name}{value}"):
+            raise ConfigError(f"{url}: option {name!r} must not hold control characters, in name or value")
         params[str(name)] = str(value)
     return replace(url, params=params)
 
 
+def _quoted(part: str, also: str = "") -> str:
+    return quote(part, safe="*+!$'();" + also, errors="replace")
+
+
+def _decoded(part: str | None, text: str) -> str:
+    """A part of the URL ``text``, percent-decoded."""
+    try:
+        plain = unquote(part or "", errors="strict")
+        bad = _CONTROL.search(plain) is not None
+    except UnicodeDecodeError:
+        bad = True
+    if bad:
+        raise ConfigError(
+            f"{redact_value(text)!r}: a URL holds no control characters, and percent-escapes of UTF-8 only"
+        )
+    return plain
+
+
 def _parse_text(text: str) -> URL:
     form = _FORM.fullmatch(text)
-    if form is None or (form["user"] is not None and "@" in (form["path"] or "") + (form["query"] or "")):
+    user = form["user"] if form else None
+    if (
+        form is None
+        or ("@" in (form["path"] or "") and (user is not None or form["place"]))
+        or (user is not None and "@" in (form["query"] or ""))
+    ):
         # The text may hold a secret in the wrong place: show no more than its scheme.
-        scheme = text.partition(":")[0] if ":" in text else redact(text)
         raise ConfigError(
-            f"{scheme!r}...: not a URL. Write scheme://host/path?option=value or my_pkg.mod:Class?option=value, "
-            "and a # ? / @ that does not part these as %23 %3F %2F %40"
+            f"{redact_value(text.partition(':')[0])!r}...: not a URL. Write scheme://host/path?option=value or "
+            "my_pkg.mod:Class?option=value, and a # ? / @ that does not part these as %23 %3F %2F %40"
         )
     scheme = form["scheme"] if ":" in form["scheme"] else form["scheme"].lower()
-    user, _, password = (form["user"] or "").partition(":")
+    username, _, password = (user or "").partition(":")
     place = form["place"] or ""
     host, port = place, None
     if "," not in place:
@@ -145,20 +174,20 @@ def _parse_text(text: str) -> URL:
     params: dict[str, str] = {}
     for pair in filter(None, (form["query"] or "").split("&")):
         name, equals, value = pair.partition("=")
-        name = unquote(name)
+        name = _decoded(name, text)
         if not equals or not name:
             raise ConfigError(f"{scheme}://...: each option is written name=value; & inside a value as %26")
         if name in params:
             raise ConfigError(f"{scheme}://...: option {name} is given twice")
-        params[name] = unquote(value)
-    path = unquote(form["path"] or "")
-    return URL(scheme, unquote(host), port, unquote(user), unquote(password), path, params)
+        params[name] = _decoded(value, text)
+    host, username, password, path = (_decoded(part, text) for part in (host, username, password, form["path"]))
+    return URL(scheme, host, port, username, password, path, params)
 
 
 def create_store(source: str | Mapping[str, object] | URL) -> Store:
     """A closed store. Raises :class:`~kvpool.errors.ConfigError`."""
     url = parse_url(source)
-    return _find("stores", url.scheme, Store).from_url(url)  # type: ignore[type-abstract]
+    return _made(_find("stores", url.scheme, Store).from_url(url), url, Store)  # type: ignore[type-abstract]
 
 
 def create_transport(source: str | Mapping[str, object] | URL) -> LookupTransport:
@@ -166,7 +195,8 @@ def create_transport(source: str | Mapping[str, object] | URL) -> LookupTranspor
     from kvpool.transport import LookupTransport
 
     url = parse_url(source)
-    return _find("transports", url.scheme, LookupTransport).from_url(url)  # type: ignore[type-abstract]
+    found = _find("transports", url.scheme, LookupTransport)  # type: ignore[type-abstract]
+    return _made(found.from_url(url), url, LookupTransport)  # type: ignore[type-abstract]
 
 
 def create_codec(name: str) -> HashCodec:
@@ -174,6 +204,15 @@ def create_codec(name: str) -> HashCodec:
     from kvpool.codec import HashCodec
 
     return _find("codecs", name, HashCodec)()  # type: ignore[type-abstract]
+
+
+def _made(made: object, url: URL, interface: type[T]) -> T:
+    """What a class of a third party has made, if it is what it must be."""
+    if not isinstance(made, interface):
+        raise ConfigError(
+            f"{url}: its from_url gave {type(made).__name__}, not a {interface.__module__}.{interface.__name__}"
+        )
+    return made
 
 
 def known_names(group: str) -> list[str]:
@@ -224,7 +263,7 @@ def _load(what: str, name: str, target: str) -> object:
         extra = _EXTRAS.get(missing.partition(".")[0])
         install = f"pip install 'kvpool[{extra}]'" if extra else f"install the package that provides {missing!r}"
         raise ConfigError(f"{what} {name!r} needs the module {missing!r}, which is not installed: {install}") from error
-    except Exception as error:  # any module may be named here, so anything may go wrong in it
+    except (Exception, SystemExit) as error:  # any module may be named here, so anything may go wrong in it
         raise ConfigError(f"{what} {name!r}: importing {module} failed: {type(error).__name__}: {error}") from error
     try:
         return getattr(loaded, attribute)

@@ -118,6 +118,22 @@ def test_secrets_never_show() -> None:
         assert "QZQ" not in str(caught.value)
 
 
+def test_secrets_in_nested_and_misplaced_urls_never_show() -> None:
+    inner = "redis://:my QZQ@h"
+    assert "QZQ" not in repr(load({"store": {"url": "guarded://", "store": inner}}))
+    for values, environ in (
+        ({"stor": inner}, {}),
+        ({}, {"KVPOOL_STOR": inner}),
+        ({}, {"KVPOOL_REDIS_AUTH": "QZQ"}),
+        ({"store": [inner, {"password": "QZQ"}]}, {}),
+        ({"store": "redis:/:QZQ@h"}, {}),
+        ({"store": "redis+sentinel://h/s?sentinel_password=a&QZQ"}, {}),
+    ):
+        with pytest.raises(ConfigError, match=r"\*\*\*") as caught:
+            load(dict(values), environ)
+        assert "QZQ" not in str(caught.value)
+
+
 def test_it_cannot_be_changed_by_accident() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load().codec = "x"

@@ -138,6 +138,10 @@ def test_secrets_never_show(secret: str, name: str) -> None:
         f"wrap://?store={quote(inner, safe='')}&thread=0",
         f"wrap://?store={quote('wrap://?store=' + quote(inner, safe=''), safe='')}&capacity=x",
         {"url": "wrap://", "store": inner},
+        {"url": "wrap://", "store": f"redis://user:{secret}@h"},  # not quoted, or by one level too few
+        {"url": "wrap://", "store": f"redis://h?{name}={secret}"},
+        f"wrap://?store={quote(f'redis://:{secret}@h', safe='')}&thread=0",
+        f"wrap://?store={quote(f'redis://h?{name}={secret}', safe='')}&thread=0",
     ]
     for source in sources:
         shown = []
@@ -151,6 +155,39 @@ def test_secrets_never_show(secret: str, name: str) -> None:
         for text in shown:
             assert "QZQ" not in text, source
             assert "XQX" not in text, source
+
+
+@pytest.mark.parametrize("name", ["key", "encryption_key", "signing-key", "secretkey", "pass", "auth", "credentials"])
+def test_names_of_secrets(name: str) -> None:
+    assert str(parse_url(f"x://?{name}=QZQ")) == f"x://?{name}=***"
+    assert str(parse_url({"url": "x://", "inner": f"y://?{name}=QZ Q&z=1"})) == f"x://?inner=y://?{name}=***"
+
+
+def test_what_is_no_secret_is_shown_and_a_user_alone_is_none_of_it() -> None:
+    for text in (
+        "x://h/a%20b%25?tokenizer=t&failed_key_ttl_s=3&a=b%26c%23%20d",
+        "redis://user:***@h:1/0?x=***%40b",
+        "redis+cluster://a:1,b:2",
+        "file:///kv/a@b?threads=2",
+        "x://?inner=memory://?capacity=2GiB",
+    ):
+        assert str(parse_url(text)) == text
+    assert str(parse_url("redis://QZQ@h")) == "redis://***@h"
+    for text in ("QZQ@host:6379", "redis://:1/QZQ@h"):  # the second was port 1 and a path
+        with pytest.raises(ConfigError, match="not a URL") as caught:
+            parse_url(text)
+        assert "QZQ" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["%00", "%0a", "%7F", "%ff", "%ED%B3%BF", "\udcff", "\x1b", "\n"])
+def test_what_is_no_text_is_refused(bad: str) -> None:
+    for form in ("x:///a{}b", "x://{}@h", "x://u:QZQ{}@h", "x://h{}", "x://h?a{}=1", "x://?a={}"):
+        with pytest.raises(ConfigError, match=r"'x://.*: a URL holds no control characters") as caught:
+            parse_url(form.format(bad))
+        assert "QZQ" not in str(caught.value)
+        assert str(caught.value).isprintable()
+    with pytest.raises(ConfigError, match="x://: option 'a' must not hold control characters"):
+        parse_url({"url": "x://", "a": "\udcff"})
 
 
 def test_a_bad_secret_is_refused_without_being_shown() -> None:
@@ -191,6 +228,7 @@ def test_unknown_names_list_what_is_known() -> None:
 def test_what_cannot_be_loaded_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_kv.py").write_text("1 / 0")
+    (tmp_path / "leaving_kv.py").write_text("raise SystemExit(3)")
     (tmp_path / "needy_kv.py").write_text("import surely_not_installed.inner")
     for source, message in [
         ("no_such_pkg.mod:Store", "no module 'no_such_pkg'"),
@@ -198,11 +236,24 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         ("kvpool.backends.memory:MemoryStor", "has no class 'MemoryStor'; did you mean 'MemoryStore'"),
         ("kvpool.registry:URL", "kvpool.registry:URL is not a subclass of kvpool.store.Store"),
         ("kvpool.registry:create_store", "is not a subclass of kvpool.store.Store"),
+        ("leaving_kv:Store", "importing leaving_kv failed: SystemExit: 3"),
         ("broken_kv:Store", "importing broken_kv failed: ZeroDivisionError"),
         ("needy_kv:Store", "needs the module 'surely_not_installed', which is not installed: install the package"),
     ]:
         with pytest.raises(ConfigError, match=message):
             create_store(source)
+
+
+def test_what_a_class_makes_of_a_url_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryStore, "from_url", lambda url: None)
+    with pytest.raises(ConfigError, match=r"memory://n: its from_url gave NoneType, not a kvpool.store.Store"):
+        create_store("memory://n")
+    monkeypatch.setattr(LookupTransport, "from_url", lambda url: MemoryStore(), raising=False)
+    monkeypatch.setattr(registry, "_find", lambda *_: LookupTransport)
+    with pytest.raises(
+        ConfigError, match=r"x://: its from_url gave MemoryStore, not a kvpool.transport.LookupTransport"
+    ):
+        create_transport("x://")
 
 
 def test_a_missing_driver_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
