@@ -34,7 +34,8 @@ class BlockHashes(Sequence[bytes]):
     how the digests are chained (algorithm and seed, e.g. "sha256_cbor"); two ends that use different schemes never
     share keys. Slices are views. Not thread-safe while it grows.
 
-    Raises :class:`~kvpool.errors.HashError` for a ragged buffer, and for a scheme that is empty or unchained.
+    Raises :class:`~kvpool.errors.HashError` for a ragged or non-contiguous buffer, and for a scheme that is empty, no
+    str or unchained.
     """
 
     __slots__ = ("_count", "_rows", "hash_len", "scheme")
@@ -44,7 +45,7 @@ class BlockHashes(Sequence[bytes]):
     scheme: str
 
     def __init__(self, data: Buffer = b"", hash_len: int = 0, *, scheme: str) -> None:
-        if not scheme or scheme.startswith(UNCHAINED):
+        if not isinstance(scheme, str) or not (name := scheme.strip().casefold()) or name.startswith(UNCHAINED):
             raise HashError(
                 f"hash scheme {scheme!r}: kvpool keys a prefix by one digest, so each digest must fold in the one "
                 "before it; name the chained scheme, or use chain_hashes()"
@@ -83,6 +84,8 @@ class BlockHashes(Sequence[bytes]):
 
     def pack(self, indices: npt.NDArray[np.intp]) -> bytes:
         """The digests at ``indices`` (intp[n], 0 <= i < len) back to back, in one gather. Raises IndexError."""
+        if len(indices) and (least := int(np.min(indices))) < 0:  # take() would count it from the end
+            raise IndexError(f"hash {least} of {self._count}")
         return self._rows[: self._count].take(indices, axis=0).tobytes()
 
     def extend(self, digests: Buffer | Iterable[bytes]) -> None:
@@ -131,6 +134,8 @@ class BlockHashes(Sequence[bytes]):
 def _rows(data: Buffer, hash_len: int) -> Rows:
     """The buffer as uint8[n, hash_len]."""
     view = memoryview(data)
+    if not view.c_contiguous:
+        raise HashError("digests lie back to back: this memory is not contiguous; copy it first")
     flat: npt.NDArray[np.uint8] = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
     if hash_len < 0 or (flat.size % hash_len if hash_len else flat.size):
         raise HashError(f"{flat.size} bytes are not a whole number of {hash_len}-byte digests")
@@ -165,24 +170,40 @@ def chain_hashes(
 
     Digest i = sha256(digest i-1, the block's tokens as little-endian int64, extra); the first parent is a digest of
     seed and block size. sha256 because a collision would hand one prompt another prompt's bytes.
+
+    Raises HashError for tokens that are not integers within int64, and for an ``onto`` that does not fit.
     """
     if block <= 0:
         raise HashError(f"hash block size {block} must be positive")
     hashes = BlockHashes(hash_len=_DIGEST, scheme=CHAIN_SCHEME) if onto is None else onto
     if hashes.scheme != CHAIN_SCHEME:
         raise HashError(f"cannot continue hashes of scheme {hashes.scheme!r} with {CHAIN_SCHEME!r}")
+    if hashes.hash_len != _DIGEST and (len(hashes) or hashes.hash_len):
+        raise HashError(f"cannot continue hashes of {hashes.hash_len} bytes with digests of {_DIGEST}")
     start, end = len(hashes), len(tokens) // block
     if start > end:
         raise HashError(f"{start} hashes do not fit {len(tokens)} tokens in blocks of {block}")
-    data = memoryview(np.asarray(tokens[start * block : end * block], "<i8").tobytes())
+    data = memoryview(_token_bytes(tokens[start * block : end * block]))
     digest = hashes[-1] if start else hashlib.sha256(b"kvpool chain 1\0%d\0" % block + seed).digest()
-    fresh = bytearray()
+    fresh = []
     for i in range(end - start):
         state = hashlib.sha256(digest)
         state.update(data[i * block * 8 : (i + 1) * block * 8])
         if extra and (more := extra.get(start + i)):
             state.update(more)
         digest = state.digest()
-        fresh += digest
+        fresh.append(digest)
     hashes.extend(fresh)
     return hashes
+
+
+def _token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """Tokens as little-endian int64. Never a cast that changes one: two prompts would share a digest."""
+    ids = np.asarray(tokens)
+    if not ids.size:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise HashError(f"tokens must be one row of integers within int64, not {ids.dtype} of shape {ids.shape}")
+    if ids.dtype.kind == "u" and int(ids.max()) > np.iinfo(np.int64).max:
+        raise HashError(f"token {int(ids.max())} does not fit into int64")
+    return ids.astype("<i8").tobytes()

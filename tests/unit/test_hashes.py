@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,8 +69,9 @@ class TestSequence:
         assert h.pack(np.array([2, 0, 2])) == b"ccaacc"
         assert h.pack(np.array([], np.intp)) == b""
         assert h[1:].pack(np.array([0])) == b"bb"
-        with pytest.raises(IndexError):
-            h.pack(np.array([3]))
+        for outside in ([3], [-1], [0, -3]):
+            with pytest.raises(IndexError):
+                h.pack(np.array(outside))
 
     def test_equality_is_of_scheme_and_digests(self) -> None:
         assert hashes(b"aabb", 2) == hashes(b"aabb", 2)
@@ -78,9 +80,19 @@ class TestSequence:
         assert hashes(b"aabb", 2) != [b"aa", b"bb"]
         assert "2 x 2 bytes" in repr(hashes(b"aabb", 2))
 
+    def test_memory_that_is_not_contiguous_is_an_error(self) -> None:
+        with pytest.raises(HashError, match="not contiguous"):
+            BlockHashes(memoryview(b"aabb")[::2], 1, scheme="test")
+        h = hashes(b"aa", 2)
+        with pytest.raises(HashError, match="not contiguous"):
+            h.extend(memoryview(b"aabb")[::-1])
+        assert list(h) == [b"aa"]
+
 
 class TestScheme:
-    @pytest.mark.parametrize("scheme", ["", "unchained", "unchained-xxh3"])
+    @pytest.mark.parametrize(
+        "scheme", ["", " ", "unchained", "unchained-xxh3", "Unchained", " unchained", "UNCHAINED x", None, 5, b"sha256"]
+    )
     def test_unchained_hashes_are_refused(self, scheme: str) -> None:
         with pytest.raises(HashError, match="chain"):
             BlockHashes(b"aa", 2, scheme=scheme)
@@ -204,3 +216,35 @@ class TestChainHashes:
             chain_hashes([1, 2], 2, onto=BlockHashes(scheme="other"))
         with pytest.raises(HashError, match="positive"):
             chain_hashes([1, 2], 0)
+
+    def test_hashes_of_another_length_are_not_continued(self) -> None:
+        for other in (BlockHashes(b"aa", 2, scheme=CHAIN_SCHEME), BlockHashes(hash_len=16, scheme=CHAIN_SCHEME)):
+            with pytest.raises(HashError, match=r"cannot continue hashes of (2|16) bytes"):
+                chain_hashes([1, 2], 1, onto=other)
+        empty = BlockHashes(scheme=CHAIN_SCHEME)
+        assert chain_hashes([1, 2], 1, onto=empty) == chain_hashes([1, 2], 1)
+        assert empty.hash_len == 32
+
+    @pytest.mark.parametrize(
+        "tokens",
+        [
+            [1.0, 2.0],
+            np.array([1.5, 2.7]),
+            np.array([True, False]),
+            ["1", "2"],
+            [2**64, 1],
+            [-(2**63) - 1, 1],
+            np.array([2**64 - 1, 1], np.uint64),
+            np.array([1, 2**63], np.uint64),
+            np.array([[1], [2]]),
+        ],
+    )
+    def test_tokens_that_are_no_int64_are_refused(self, tokens: Any) -> None:
+        with pytest.raises(HashError, match="int64"):
+            chain_hashes(tokens, 1)
+
+    def test_the_ends_of_int64_are_tokens(self) -> None:
+        low, high = -(2**63), 2**63 - 1
+        h = chain_hashes([low, high], 2)
+        assert h == chain_hashes(np.array([low, high], ">i8"), 2)
+        assert chain_hashes([high], 1) == chain_hashes(np.array([high], np.uint64), 1)
