@@ -17,7 +17,7 @@ from typing import Self, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, HashError
 from kvpool.hashes import BlockHashes
 from kvpool.spec import CacheSpec
 
@@ -25,6 +25,9 @@ __all__ = ["FORMAT_VERSION", "Fact", "KeySpace", "Namespace"]
 
 #: Version of the key form and of the stored bytes; part of every namespace.
 FORMAT_VERSION = 1
+
+#: Characters; what every store takes (see :mod:`kvpool.store`).
+_MAX_KEY = 512
 
 Fact: TypeAlias = "bool | int | float | str | list[Fact] | tuple[Fact, ...] | Mapping[str, Fact] | None"
 
@@ -100,10 +103,15 @@ class KeySpace:
     def keys(self, group: int, shard: int, hashes: BlockHashes, hash_ids: npt.NDArray[np.intp]) -> list[str]:
         """One key for each hash index in ``hash_ids`` (intp[n]); only these digests are read.
 
-        Three C calls over all keys at once; a Python loop over 18,000 keys takes three times as long.
+        Three C calls over all keys at once; a Python loop over 18,000 keys takes three times as long. Raises IndexError
+        for an index that is no hash, and HashError for digests so long that no store takes the key.
         """
         if not len(hash_ids):
             return []
         prefix = self.prefix(group, shard)
+        if (length := len(prefix) + 2 * hashes.hash_len) > _MAX_KEY:
+            raise HashError(
+                f"digests of {hashes.hash_len} bytes make keys of {length} characters, more than {_MAX_KEY}"
+            )
         digests = hashes.pack(hash_ids).hex("\n", hashes.hash_len)
         return (prefix + digests.replace("\n", "\n" + prefix)).split("\n")

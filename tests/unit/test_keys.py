@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, HashError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import FORMAT_VERSION, KeySpace, Namespace
 from kvpool.spec import CacheGroup, CacheSpec, Kind
@@ -107,3 +107,16 @@ class TestKeySpace:
         spaces = [KeySpace(Namespace.of(FACTS).derive(tenant=t), SPEC) for t in ("a", "b")]
         first, second = (set(space.keys(0, 0, hashes, ids)) for space in spaces)
         assert not first & second
+
+    def test_an_index_below_0_names_nothing(self) -> None:
+        hashes = BlockHashes(b"aabb", 2, scheme="x")
+        with pytest.raises(IndexError, match="hash -1 of 2"):
+            KeySpace(Namespace.of(FACTS), SPEC).keys(0, 0, hashes, np.array([0, -1]))
+
+    def test_keys_longer_than_any_store_takes_are_refused(self) -> None:
+        space = KeySpace(Namespace.of(FACTS), SPEC)
+        longest = (512 - len(space.prefix(0, 0))) // 2
+        (key,) = space.keys(0, 0, BlockHashes(bytes(longest), longest, scheme="x"), np.array([0]))
+        assert 510 < len(key) <= 512
+        with pytest.raises(HashError, match="more than 512"):
+            space.keys(0, 0, BlockHashes(bytes(longest + 1), longest + 1, scheme="x"), np.array([0]))
