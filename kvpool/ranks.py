@@ -64,8 +64,10 @@ class Parallel:
         """How many tensor-parallel ranks hold the same bytes.
 
         ``kv_heads``: KV heads of the whole model; 1 for values every rank holds in full (MLA); None for state that
-        differs on every rank (Mamba). Raises ConfigError if the ranks cannot share that many heads evenly.
+        differs on every rank (Mamba). Raises ConfigError if it is below 1 or the ranks cannot share that many evenly.
         """
+        if kv_heads is not None and kv_heads < 1:
+            raise ConfigError(f"{kv_heads} KV heads; there must be at least one")
         if kv_heads is None or self.decode_context > 1 or kv_heads >= self.tensor:
             return 1
         if self.tensor % kv_heads:

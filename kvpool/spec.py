@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from kvpool.errors import UnsupportedError
+from kvpool.errors import ConfigError, UnsupportedError
 from kvpool.ranks import Parallel
 
 __all__ = ["CacheGroup", "CacheSpec", "Kind"]
@@ -57,13 +57,17 @@ class CacheGroup:
         if not isinstance(self.kind, Kind) and self.kind in tuple(Kind):
             object.__setattr__(self, "kind", Kind(self.kind))
 
-    def spread(self, parallel: Parallel, kv_heads: int = 1, stages: Sequence[int] | None = None) -> CacheGroup:
+    def spread(
+        self, parallel: Parallel, kv_heads: int | None = None, stages: Sequence[int] | None = None
+    ) -> CacheGroup:
         """This group over all ranks of ``parallel``.
 
         With decode context parallelism each rank holds a part of every attention block, so one chunk covers the blocks
-        of all of them; a Mamba state is whole on each rank. ``kv_heads``: of the whole model; ``stages``: the pipeline
-        stages that hold layers of the group.
+        of all of them; a Mamba state is whole on each rank. ``kv_heads``: of the whole model; only MLA and Mamba do
+        without. ``stages``: the pipeline stages that hold layers of the group. Raises ConfigError.
         """
+        if kv_heads is None and self.kind not in (Kind.MLA, Kind.MAMBA):
+            raise ConfigError(f"a {self.kind} group over several ranks needs kv_heads: the KV heads of the whole model")
         heads = {Kind.MLA: 1, Kind.MAMBA: None}.get(self.kind, kv_heads)
         scale = 1 if self.kind is Kind.MAMBA else parallel.decode_context
         return replace(self, block_size=self.block_size * scale, shards=parallel.shards(heads, stages))
@@ -126,6 +130,15 @@ class CacheSpec:
                 f"group {i}: {g.kind} with decode context parallelism {self.parallel.decode_context}"
                 for i, g in cached
                 if g.kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL)
+            ]
+            whole = (
+                self.parallel.tensor * self.parallel.prefill_context
+            )  # shards of one pipeline stage: nothing is equal
+            found += [
+                f"group {i}: {g.shards} shards of {g.block_size} tokens over {whole} ranks with decode context "
+                f"parallelism {self.parallel.decode_context}; make it with CacheGroup.spread()"
+                for i, g in cached
+                if g.shards % whole or (g.kind.dense and g.block_size % self.parallel.decode_context)
             ]
         if self.use_eagle or any(g.eagle for _, g in cached):
             found += [f"group {i}: {g.kind} with EAGLE" for i, g in cached if g.kind is Kind.CHUNKED_LOCAL]

@@ -11,6 +11,10 @@ from kvpool.spec import CacheGroup, Kind
 FULL = CacheGroup(Kind.FULL, 16)
 
 
+def spread_over_4(heads: int) -> CacheGroup:
+    return FULL.spread(Parallel(4), heads)
+
+
 @pytest.mark.parametrize(
     ("parallel", "kind", "heads", "shards", "replicas"),
     [
@@ -73,3 +77,16 @@ def test_impossible_sizes_are_refused() -> None:
         Parallel(4, decode_context=3)
     with pytest.raises(ConfigError, match="evenly"):
         Parallel(6).replicas(4)
+    for heads in (0, -2):
+        for refused in (Parallel(4).replicas, Parallel(4).shards, spread_over_4):
+            with pytest.raises(ConfigError, match=f"{heads} KV heads"):
+                refused(heads)
+
+
+@pytest.mark.parametrize("kind", [Kind.FULL, Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL])
+def test_kinds_with_heads_are_not_spread_without_their_number(kind: Kind) -> None:
+    group = CacheGroup(kind, 16)
+    with pytest.raises(ConfigError, match="needs kv_heads"):
+        group.spread(Parallel(8))
+    assert CacheGroup(Kind.MLA, 16).spread(Parallel(8)).shards == 1
+    assert CacheGroup(Kind.MAMBA, 16).spread(Parallel(8)).shards == 8

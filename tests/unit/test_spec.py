@@ -105,6 +105,14 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match=reason):
             CacheSpec(groups, **{"hash_block_size": 8, **options})  # type: ignore[arg-type]
 
+    def test_decode_context_parallelism_needs_spread_groups(self) -> None:
+        parallel = Parallel(4, decode_context=4)
+        spread = FULL.spread(parallel, 8)
+        assert CacheSpec((spread, MAMBA.spread(parallel)), 16, parallel=parallel).common_block == 64
+        for wrong in (FULL, replace(FULL, shards=4, block_size=18), replace(spread, shards=1), MAMBA):
+            with pytest.raises(UnsupportedError, match=r"CacheGroup\.spread"):
+                CacheSpec((wrong,), 1, parallel=parallel)
+
     def test_prefill_context_parallelism_of_one_group_is_fine(self) -> None:
         assert CacheSpec((FULL,), 16, parallel=Parallel(prefill_context=2)).common_block == 16
 
