@@ -17,7 +17,9 @@ __all__ = ["AddressRows"]
 
 #: Bytes that one kept address takes: an int object above 2**30 and its list slot.
 _BYTES_PER_ADDRESS = 40
-_BYTES_PER_ROW = 56 + 8
+#: Bytes of a kept row beside: the list and its rounding, the int that is its key, and the dict's entry (a dict that has
+#: just grown is one third full: three places of 4 bytes and two of 24 an entry).
+_BYTES_PER_ROW = 56 + 8 + 32 + 3 * 4 + 2 * 24
 
 
 class AddressRows:
@@ -28,6 +30,7 @@ class AddressRows:
 
     def __init__(self, layout: BlockLayout, budget_bytes: int = 64 << 20) -> None:
         self.layout = layout
+        self.budget_bytes = budget_bytes
         self.row_bytes = _BYTES_PER_ROW + _BYTES_PER_ADDRESS * len(layout.region)
         self._room = budget_bytes // self.row_bytes
         self._rows: dict[int, list[int]] = {}

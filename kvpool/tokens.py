@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -49,6 +48,10 @@ class ChunkedTokenDatabase:
     ``layouts``: one a group, where the engine's blocks live (omit on a side that moves no bytes). ``blocks_per_chunk``:
     one a group, entries of the engine's block table that make one chunk; 1 unless given. ``null_block``: the id that
     stands for "no block" in a block table, if the engine has one.
+
+    The pool itself uses chunks and keys, and moves bytes through :class:`~kvpool.memory.BlockLayout`. The methods under
+    "where they lie" are for engines that address memory themselves, to drive a native client: :meth:`buffers`,
+    :meth:`span_buffers` and :meth:`addresses` raise LayoutError without layouts, :meth:`check_owners` checks tables.
     """
 
     def __init__(
@@ -239,27 +242,32 @@ class ChunkedTokenDatabase:
             raise LayoutError("this token database was made without layouts: it has no memory to address")
         return self.layouts[group]
 
-    @cached_property
-    def _sharing(self) -> list[tuple[int, int]]:
-        """Pairs of groups whose blocks lie in the same bytes."""
-        spans = [
-            sorted((r.address, r.address + r.nbytes) for r in {layout.regions[j] for j in layout.region.tolist()})
-            for layout in self.layouts
-        ]
-        return [
-            (a, b)
-            for a, b in combinations(range(len(spans)), 2)
-            if any(x[0] < y[1] and y[0] < x[1] for x in spans[a] for y in spans[b])
-        ]
-
     def check_owners(self, block_tables: Sequence[npt.ArrayLike]) -> None:
-        """Groups that share memory must not share blocks: a block id belongs to one group at a time.
+        """Groups that share memory must not share bytes: a block belongs to one group at a time.
 
-        Raises LayoutError naming the first id that two such groups' tables (one a group, of one request) both hold.
+        Raises LayoutError naming two blocks of two groups' tables (one a group, of one request) that overlap.
         """
-        tables = [np.asarray(t, np.intp) for t in block_tables]
-        for a, b in self._sharing:
-            both = np.intersect1d(tables[a], tables[b])
-            both = both[both != self.null_block] if self.null_block is not None else both
-            if len(both):
-                raise LayoutError(f"block {int(both[0])} is in the tables of groups {a} and {b}, which share memory")
+        if len(block_tables) != len(self.layouts):
+            raise LayoutError(f"{len(block_tables)} block tables, but {len(self.layouts)} layouts")
+        pieces = [self._pieces(group, table) for group, table in enumerate(block_tables)]
+        for (a, (ids, starts, ends)), (b, (others, firsts, lasts)) in combinations(enumerate(pieces), 2):
+            if not len(ids) or not len(others):
+                continue
+            reach = np.maximum.accumulate(ends)  # of all pieces of a so far: some end above a piece's start?
+            before = np.searchsorted(starts, lasts)  # pieces of a that start below its end
+            clash = ((before > 0) & (reach[before - 1] > firsts)).nonzero()[0]
+            if len(clash):
+                j = int(clash[0])
+                i = int((ends[: before[j]] > firsts[j]).argmax())
+                raise LayoutError(
+                    f"block {int(ids[i])} of group {a} and block {int(others[j])} of group {b} lie in the same bytes"
+                )
+
+    def _pieces(self, group: int, table: npt.ArrayLike) -> tuple[Ids, Ids, Ids]:
+        """Block id, first address and end of each piece of a group's blocks, by address; null blocks have none."""
+        layout, ids = self._layout(group), np.unique(np.asarray(table, np.intp))
+        ids = layout.check(ids[ids != self.null_block] if self.null_block is not None else ids)
+        base = np.array([r.address for r in layout.regions], np.int64)[layout.region] + layout.offsets
+        starts = (base + ids[:, None] * layout.strides).ravel()
+        order = np.argsort(starts)
+        return ids.repeat(len(base))[order], starts[order], (starts + np.tile(layout.sizes, len(ids)))[order]

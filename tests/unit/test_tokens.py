@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -216,6 +217,28 @@ class TestExactBlocks:
         assert len(database(self.SPEC).tail_chunks(0, 44, 43, 11)) == 0, "not computed yet"
         assert len(database(self.SPEC).tail_chunks(1, 44, 44, 11)) == 0, "the engine hands states over itself"
 
+    def test_the_tail_reaches_one_hash_block_further_where_a_drafter_reads_on(self) -> None:
+        spec = CacheSpec(self.SPEC.groups, 4, use_eagle=True, partial_hits=True)
+        chunks = database(spec).tail_chunks(0, 44, 48, 12)
+        assert (chunks.ids.tolist(), chunks.ends.tolist()) == ([8, 9, 10, 11], [36, 40, 44, 48])
+        assert chunks.hash_ids.tolist() == [8, 9, 10, 11]
+        assert len(database(spec).tail_chunks(0, 44, 47, 12)) == 0, "the block above is not computed yet"
+        assert len(database(spec).tail_chunks(0, 44, 99, 11)) == 0, "the block above has no hash"
+        coarse = CacheSpec(
+            (CacheGroup(Kind.FULL, 16), CacheGroup(Kind.MAMBA, 16)), 4, use_eagle=True, partial_hits=True
+        )
+        tail = database(coarse).tail_chunks(0, 40, 44, 11)
+        assert (tail.ids.tolist(), tail.ends.tolist(), tail.hash_ids.tolist()) == ([2], [44], [10]), "not 16 further"
+
+    def test_hashes_limit_the_tail(self) -> None:
+        assert database(self.SPEC).tail_chunks(0, 44, 99, 11).ids.tolist() == [8, 9, 10]
+        assert len(database(self.SPEC).tail_chunks(0, 44, 99, 10)) == 0
+
+    def test_groups_that_opt_out_have_no_tail_and_no_boundary(self) -> None:
+        spec = CacheSpec((CacheGroup(Kind.FULL, 4, cacheable=False), *self.SPEC.groups), 4, partial_hits=True)
+        assert [len(database(spec).tail_chunks(g, 44, 44, 11)) for g in range(3)] == [0, 3, 0]
+        assert [len(database(spec).boundary(g, 44, 11)) for g in range(3)] == [0, 1, 1]
+
     def test_what_is_saved_for_a_tail_is_hit(self) -> None:
         mine = database(self.SPEC)
         stored = {
@@ -330,6 +353,32 @@ class TestAddressRows:
         assert rows.lists([1, 2]) == scalar(layout, [[1], [2]])
         assert rows.kept_bytes == 0
 
+    @pytest.mark.parametrize("regions", [1, 2, 96])
+    @pytest.mark.parametrize("count", [300, 683, 1400])  # 683: the dict has just grown
+    def test_the_stated_memory_bounds_what_is_really_kept(self, regions: int, count: int) -> None:
+        layout = BlockLayout(
+            tuple(Region(1 << 40 | i << 24, 8 << 11, None) for i in range(regions)),
+            np.arange(regions),
+            np.zeros(regions, np.int64),
+            np.full(regions, 8, np.int64),
+            np.full(regions, 8, np.int64),
+            1 << 11,
+        )
+        rows, ids = AddressRows(layout), np.arange(count) + 300
+        tracemalloc.start()
+        try:
+            rows.lists(ids)
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert rows.kept_bytes == count * rows.row_bytes
+        assert rows.kept_bytes / 2 < kept <= rows.kept_bytes
+
+    def test_64_mib_are_kept_unless_said_otherwise(self) -> None:
+        rows = AddressRows(layout_of(np.random.default_rng(0), 1))
+        assert rows.budget_bytes == 64 << 20
+        assert rows._room * rows.row_bytes <= 64 << 20 < (rows._room + 1) * rows.row_bytes
+
     def test_a_kept_row_is_found_again(self) -> None:
         rows = AddressRows(layout_of(np.random.default_rng(0), 3))
         assert rows.lists([5])[0][0] is rows.lists([6, 5])[0][1]
@@ -337,6 +386,12 @@ class TestAddressRows:
     def test_ids_are_checked(self) -> None:
         with pytest.raises(LayoutError, match="outside"):
             AddressRows(layout_of(np.random.default_rng(0), 3)).lists([40])
+
+
+def piece(region: Region, offset: int, stride: int, size: int) -> BlockLayout:
+    """Blocks of one piece, as many as fit."""
+    count = (region.nbytes - offset - size) // stride + 1
+    return BlockLayout((region,), np.array([0]), np.array([offset]), np.array([stride]), np.array([size]), count)
 
 
 class TestSharedMemory:
@@ -364,8 +419,58 @@ class TestSharedMemory:
         a, b, _ = self.layouts()
         mine = database(self.SPEC, a, b, null_block=0)
         mine.check_owners([[1, 2, 0], [3, 0, 4]])
-        with pytest.raises(LayoutError, match="block 3 is in the tables of groups 0 and 1"):
+        with pytest.raises(LayoutError, match="block 3 of group 0 and block 3 of group 1"):
             mine.check_owners([[1, 3], [3, 0]])
+        with pytest.raises(LayoutError, match="1 block tables, but 2 layouts"):
+            mine.check_owners([[1, 3]])
+
+    @pytest.mark.parametrize("null", [-1, 0, 7, 1000])
+    def test_any_id_may_be_the_null_block(self, null: int) -> None:
+        a, b, _ = self.layouts()
+        mine = database(self.SPEC, a, b, null_block=null)
+        mine.check_owners([[1, 2, null], [null, 3, null]])
+        mine.check_owners([[null], []])
+        kept, blocks = mine.blocks(0, mine.chunks(12, 3), [1, null, 2])
+        assert (kept.ids.tolist(), blocks.tolist()) == ([0, 2], [[1], [2]])
+        with pytest.raises(LayoutError, match="block 2 of group 0 and block 2 of group 1"):
+            mine.check_owners([[1, 2, null], [null, 2, null]])
+
+    def test_interleaved_groups_of_one_region_share_no_bytes(self) -> None:
+        region = Region.of(np.zeros(128, np.uint8).data)
+        database(self.SPEC, piece(region, 0, 16, 8), piece(region, 8, 16, 8)).check_owners([[1, 2], [2, 3]])
+
+    def test_pages_of_different_sizes_share_bytes_under_different_ids(self) -> None:
+        region = Region.of(np.zeros(128, np.uint8).data)
+        mine = database(self.SPEC, piece(region, 0, 8, 8), piece(region, 0, 16, 16))
+        mine.check_owners([[1, 4], [1, 3]])  # bytes 8..16 and 32..40; 16..32 and 48..64
+        with pytest.raises(LayoutError, match="block 3 of group 0 and block 1 of group 1"):
+            mine.check_owners([[0, 3, 9], [1, 3]])
+
+    def test_regions_that_overlap_in_part(self) -> None:
+        memory = np.zeros(96, np.uint8)
+        a, b = piece(Region.of(memory[:64].data), 0, 8, 8), piece(Region.of(memory[32:].data), 0, 8, 8)
+        mine = database(self.SPEC, a, b)
+        mine.check_owners([[1, 4], [1, 4]])  # block 4 of a is block 0 of b
+        with pytest.raises(LayoutError, match="block 5 of group 0 and block 1 of group 1"):
+            mine.check_owners([[1, 5], [1, 4]])
+
+    @settings(deadline=None, max_examples=200)
+    @given(st.data())
+    def test_owners_equal_a_plain_map_of_bytes(self, data: st.DataObject) -> None:
+        memory, layouts, tables, owned = np.zeros(200, np.uint8), [], [], []
+        for _ in range(2):
+            size, gap, offset = (data.draw(st.integers(low, 9)) for low in (1, 0, 0))
+            cut = data.draw(st.integers(0, 40))
+            layouts.append(piece(Region.of(memory[cut:].data), offset, size + gap, size))
+            tables.append(data.draw(st.lists(st.integers(0, layouts[-1].num_blocks - 1), max_size=4)))
+            starts = [cut + offset + i * (size + gap) for i in tables[-1]]
+            owned.append({byte for start in starts for byte in range(start, start + size)})
+        mine = database(self.SPEC, *layouts)
+        if owned[0] & owned[1]:
+            with pytest.raises(LayoutError, match="lie in the same bytes"):
+                mine.check_owners(tables)
+        else:
+            mine.check_owners(tables)
 
     def test_groups_with_memory_of_their_own_may_use_the_same_ids(self) -> None:
         a, b = self.layouts()[0], self.layouts()[0]
