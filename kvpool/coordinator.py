@@ -122,12 +122,12 @@ class Coordinator:
     def _resume_at(self, num_prompt_tokens: int | None) -> tuple[int, ...]:
         """Where a later request that repeats this prompt resumes.
 
-        An identical prompt computes its last token again, a longer one goes on from the last whole common block; with
-        EAGLE both lose one common block.
+        An identical prompt computes its last token again, a longer one goes on from the last whole common block; where
+        a drafter reads on (never in Mamba groups) both lose one common block.
         """
         if num_prompt_tokens is None:
             return ()
-        if not any(self.spec.eagle):
+        if not any(self.spec.eagle_margin(i) for i in self.spec.cached_groups):
             return (num_prompt_tokens - 1,)
         block = self.spec.common_block
         ends = {(num_prompt_tokens - 1) // block, num_prompt_tokens // block}

@@ -222,7 +222,9 @@ def _union(a: Ids | None, b: Ids) -> Ids:
 
 def search(spec: CacheSpec, num_tokens: int, num_hashes: int, local_tokens: int = 0) -> Search:
     """Search as :meth:`kvpool.coordinator.Coordinator.search` describes."""
-    miss, local_tokens = Hit(0, (0,) * len(spec.groups)), max(local_tokens, 0)
+    # Plain ints: numpy's unsigned ones wrap below 0.
+    num_tokens, num_hashes, local_tokens = int(num_tokens), int(num_hashes), max(int(local_tokens), 0)
+    miss = Hit(0, (0,) * len(spec.groups))
     limit = max(min(spec.align(num_tokens), num_hashes * spec.hash_block_size), 0)
     groups = {i: _Group(spec, i, limit, local_tokens) for i in spec.cached_groups}
     top = spec.align(min(num_tokens - 1, limit - max(g.margin for g in groups.values())))

@@ -136,9 +136,31 @@ def test_masks_agree_with_the_store_coordinator(
     interval = None if retention is None else retention * spec.common_block
     spec = CacheSpec(spec.groups, spec.hash_block_size, spec.use_eagle, interval, spec.partial_hits)
     coordinator, oracle, length = Coordinator(spec), Oracle(spec), spec.align(num_tokens)
-    for args in ((length, start, prompt), (length, start, None), (length, 0, prompt)):
+    # With a drafter of Mamba groups alone vLLM keeps the places of a replay one block too low, see below.
+    replays = [] if no_drafter_reads(spec) else [(length, start, prompt), (length, 0, prompt)]
+    for args in (*replays, (length, start, None)):
         assert [ints(m) for m in coordinator.store_mask(*args)] == [ints(m) for m in oracle.store_mask(*args)]
     assert [ints(m) for m in coordinator.lookup_mask(length)] == [ints(m) for m in oracle.lookup_mask(length)]
+
+
+def no_drafter_reads(spec: CacheSpec) -> bool:
+    """EAGLE is on, but only for Mamba groups, which no drafter reads: no hit loses a block."""
+    return any(spec.eagle) and not any(spec.eagle_margin(i) for i in range(len(spec.groups)))
+
+
+def test_a_replay_with_a_drafter_of_mamba_groups_alone_resumes_where_its_hit_ends() -> None:
+    """vLLM keeps the tail one block lower, where a replay resumes only if a drafter reads on; its search does not."""
+    groups = (CacheGroup(Kind.FULL, 16), sliding(16, 17), CacheGroup(Kind.MAMBA, 16, eagle=True))
+    spec = CacheSpec(groups, 16, retention_interval=0)
+    assert no_drafter_reads(spec)
+    assert ints(Coordinator(spec).store_mask(64, 0, 70)[1]) == [0, 0, 0, 1]
+    assert ints(Oracle(spec).store_mask(64, 0, 70)[1]) == [0, 0, 1, 0]
+    stored = {0: {0, 1, 2, 3}, 1: {2, 3}, 2: {2, 3}}
+    hashes, oracle = chain_hashes(range(70), 16), Oracle(spec)
+    for group, ids in stored.items():
+        for i in ids:
+            oracle.store_chunk(group, 0, hashes[i])
+    assert drive(spec, 70, stored).hit.length == oracle.lookup(70, hashes)[0] == 64
 
 
 @MANY

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,7 +16,7 @@ from kvpool.coordinator import MAX_WAVES, Coordinator, Hit
 from kvpool.errors import StoreError
 from kvpool.keys import KeySpace, Namespace
 from kvpool.spec import CacheGroup, CacheSpec, Kind
-from kvpool.store import UNKNOWN
+from kvpool.store import PRESENT, UNKNOWN
 from kvpool.tokens import ChunkedTokenDatabase
 from tests.unit.search_reference import Stored, Trace, drive, everything, longest_hit, patterns, specs
 
@@ -152,6 +155,29 @@ class TestSearch:
         again = drive(FULL_16, 1601, stored, local_tokens=160)
         assert min(i for _, i in again.asked) == 10, "asked again when the engine's own cache has shrunk"
 
+    def test_a_window_is_not_asked_for_what_the_engine_holds(self) -> None:
+        spec = CacheSpec((CacheGroup(Kind.FULL, 16), window(16, 65)), 16)
+        trace = drive(spec, 1601, {0: set(range(100)), 1: {50}}, local_tokens=800)
+        assert trace.hit == Hit(816, (816, 816)), "chunks 47 to 49 of the window are the engine's"
+        assert min(i for group, i in trace.asked if group == 1) == 50
+
+    @pytest.mark.parametrize("kind", [np.int64, np.uint32, np.uint64, np.uint8])
+    def test_numpy_numbers_count_like_plain_ones(self, kind: type) -> None:
+        def search(*numbers: Any) -> Hit:
+            found = Coordinator(FULL_16).search(*numbers[:2], local_tokens=numbers[2])
+            try:
+                (probe,) = next(found)
+                found.send([np.full(len(probe.hash_ids), PRESENT)])
+            except StopIteration as done:
+                hit: Hit = done.value
+                return hit
+            raise AssertionError("one wave is enough")
+
+        for numbers in ((0, 0, 0), (0, 6, 0), (100, 6, 0), (100, 6, 17), (10, 0, 0), (100, 6, 200)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert search(*map(kind, numbers)) == search(*numbers)
+
     def test_a_hit_that_adds_nothing_to_the_engines_own_is_a_miss(self) -> None:
         assert drive(FULL_16, 1601, {0: set(range(50))}, local_tokens=800).hit == Hit(0, (0,))
 
@@ -232,6 +258,21 @@ def ints(mask: npt.NDArray[np.bool_] | None) -> list[int] | None:
     return None if mask is None else mask.astype(int).tolist()
 
 
+def kept(spec: CacheSpec, prompt: int) -> dict[int, set[int]]:
+    """What is stored of a prompt: all that the boundary masks keep (the store masks, and the Mamba states)."""
+    coordinator, length = Coordinator(spec), spec.align(prompt)
+    stored: dict[int, set[int]] = {i: set() for i in range(len(spec.groups))}
+    masks = zip(coordinator.store_mask(length, 0, prompt), coordinator.boundary_mask(length, 0, prompt), strict=True)
+    for i, (by_position, mask) in enumerate(masks):
+        group = spec.groups[i]
+        assert not group.cacheable or group.kind is Kind.MAMBA or ints(mask) == ints(by_position)
+        if group.cacheable:
+            chunks = np.arange(length // group.block_size)
+            chunks = chunks if mask is None else chunks[mask]
+            stored[i] = set(((chunks + 1) * spec.hashes_per_block(i) - 1).tolist())
+    return stored
+
+
 class TestMasks:
     def test_load_takes_all_of_dense_groups_and_the_tail_of_sparse_ones(self) -> None:
         spec = CacheSpec(
@@ -269,6 +310,26 @@ class TestMasks:
         # An aligned prompt: its replay resumes one block lower than a longer prompt does.
         assert mask(0, eagle=True, prompt=64) == [0] * 7 + [1, 1] + [0, 0, 1, 1] + [0] * 11
 
+    def test_mamba_states_have_no_drafter_so_a_replay_loses_no_block(self) -> None:
+        groups = (CacheGroup(Kind.FULL, 16), CacheGroup(Kind.MAMBA, 16, eagle=True))
+        for spec in (
+            CacheSpec(groups, 16, retention_interval=0),
+            CacheSpec(groups[1:], 16, use_eagle=True, retention_interval=0),
+        ):
+            assert Coordinator(spec).boundary_mask(64, 0, 70)[-1].nonzero()[0].tolist() == [3]  # type: ignore[union-attr]
+
+    @settings(max_examples=200, deadline=None)
+    @given(cases(), st.sampled_from([None, 0, 1, 2, 3]))
+    def test_an_identical_replay_hits_the_best_place_whatever_the_retention(
+        self, case: tuple[CacheSpec, int, dict[int, set[int]], int], retention: int | None
+    ) -> None:
+        spec, prompt, _, _ = case
+        interval = None if retention is None else retention * spec.common_block
+        spec = CacheSpec(spec.groups, spec.hash_block_size, spec.use_eagle, interval)
+        stored = kept(spec, prompt)
+        everywhere = {i: set(range(prompt // spec.hash_block_size)) for i in range(len(spec.groups))}
+        assert drive(spec, prompt, stored).hit.length == drive(spec, prompt, everywhere).hit.length
+
     @settings(max_examples=200, deadline=None)
     @given(specs(), st.integers(0, 12), st.integers(0, 300), st.integers(1, 300), st.sampled_from([None, 0, 1, 3]))
     def test_a_suffix_mask_is_the_tail_of_the_whole_and_growth_changes_nothing(
@@ -296,13 +357,7 @@ class TestMasks:
         """Dense retention: once a prompt is stored, a longer one with the same start hits its last aligned place."""
         spec, num_tokens, _, _ = case
         spec = CacheSpec(spec.groups, spec.hash_block_size, spec.use_eagle)
-        length = num_tokens // spec.common_block * spec.common_block
-        stored: dict[int, set[int]] = {i: set() for i in range(len(spec.groups))}
-        masks = Coordinator(spec).boundary_mask(length, 0, num_tokens)
-        for i in spec.cached_groups:
-            mask, chunks = masks[i], np.arange(length // spec.groups[i].block_size)
-            chunks = chunks if mask is None else chunks[mask]
-            stored[i] = set(((chunks + 1) * spec.hashes_per_block(i) - 1).tolist())
+        length, stored = spec.align(num_tokens), kept(spec, num_tokens)
         lost = spec.common_block if any(spec.eagle_margin(i) for i in spec.cached_groups) else 0
         hit = drive(spec, length + 1, stored).hit.length
         assert hit == max(length - lost, 0)

@@ -190,6 +190,21 @@ def test_a_window_of_one_stores_and_asks_for_the_chunk_below_each_place() -> Non
     assert differ == 38
 
 
+def test_a_window_of_one_stores_all_that_vllm_stores_and_the_chunk_below() -> None:
+    seen = differ = 0
+    for case in cases():
+        given = case["store_mask"]
+        masks = Coordinator(spec_of(case)).store_mask(
+            given["aligned_len"], given["start_token"], given["num_prompt_tokens"]
+        )
+        for group, mask, expected in zip(case["groups"], masks, given["masks"], strict=True):
+            if group.get("window") == 1:
+                seen += 1
+                differ += ints(mask) != expected
+                assert mask is None or (expected is not None and (mask | ~np.array(expected, bool)).all())
+    assert (seen, differ) == (44, 34)
+
+
 def test_mamba_states_are_saved_by_exact_block_only() -> None:
     """Agreed with vLLM: the store mask of a Mamba group is all false."""
     seen = 0
