@@ -46,7 +46,12 @@ class SaveProgress:
         return len(self._requests)
 
     def begin(self, request: str, saved: int = 0) -> int:
-        """A request starts or starts again; returns its new generation. Its first ``saved`` tokens need no saving."""
+        """A request starts or starts again; returns its new generation. Its first ``saved`` tokens need no saving.
+
+        Raises ValueError for a negative ``saved``.
+        """
+        if saved < 0:
+            raise ValueError(f"request {request!r} begins with {saved} saved tokens; there are at least 0")
         self._generations += 1
         start = [(0, saved, True)] if saved else []
         self._requests[request] = _Request(self._generations, tuple(list(start) for _ in range(self._num_ranks)))
@@ -57,7 +62,12 @@ class SaveProgress:
         self._requests.pop(request, None)
 
     def offer(self, request: str, end: int, rank: int = 0) -> list[SaveRange]:
-        """Ranges below ``end`` that are neither saved nor being saved, oldest first; they now count as being saved."""
+        """Ranges below ``end`` that are neither saved nor being saved, oldest first; they now count as being saved.
+
+        Raises ValueError for a rank that is not there.
+        """
+        if not 0 <= rank < self._num_ranks:
+            raise ValueError(f"request {request!r}: rank {rank} of {self._num_ranks}")
         state = self._requests.get(request)
         if state is None:
             return []

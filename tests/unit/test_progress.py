@@ -96,6 +96,17 @@ class TestSaves:
         progress.report(again, saved=True)
         assert progress.pin_from("a") == 64
 
+    def test_what_cannot_be_is_refused(self) -> None:
+        progress = SaveProgress(ranks=2)
+        with pytest.raises(ValueError, match="'a' begins with -5 saved tokens"):
+            progress.begin("a", saved=-5)
+        assert len(progress) == 0
+        progress.begin("a")
+        for rank in (-1, 2):
+            with pytest.raises(ValueError, match=f"'a': rank {rank} of 2"):
+                progress.offer("a", 16, rank)
+        assert spans(progress.offer("a", 16, 1)) == [(0, 16)]
+
     def test_memory_does_not_grow_with_the_number_of_saves(self) -> None:
         progress = SaveProgress()
         progress.begin("a")
