@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import select
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
@@ -12,12 +17,14 @@ import pytest
 
 from kvpool.errors import KVPoolError
 from kvpool.replay.engine import Job
+from kvpool.replay.processes import _Queue
 from kvpool.replay.report import Report
 from kvpool.replay.run import run
 from kvpool.replay.trace import Trace
 from tests.replay.traces import made, write
 
 PROMPTS, HITS = made(400)
+TIMEOUT_S = 30.0
 LISTED = sum(map(len, PROMPTS))
 UNIQUE = len({block for ids in PROMPTS for block in ids})
 
@@ -62,6 +69,47 @@ def test_an_engine_that_is_killed_ends_the_replay(job: Job) -> None:
     assert report.wrong == 0
     assert report.problem == "engine 2 ended too early (exit code -9)"
     assert not active_children()
+
+
+def die_after_one_request(queue: _Queue) -> None:
+    assert queue.take() == 0
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_engine_that_is_killed_leaves_a_queue_that_works() -> None:
+    queue = _Queue(3)
+    process = multiprocessing.get_context("spawn").Process(target=die_after_one_request, args=(queue,))
+    process.start()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == -signal.SIGKILL
+    assert [queue.take() for _ in range(3)] == [1, 2, None]
+    queue.close()
+
+
+def test_a_closed_queue_is_empty_for_all(tmp_path: Path) -> None:
+    queue = _Queue(3)
+    other = os.dup(queue._file.fileno())  # as an engine has it
+    queue.close()
+    queue.close()
+    assert os.read(other, 8) == b""
+    os.close(other)
+
+
+def test_engines_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    # A pipe that each process holds open: it ends when the last of them does.
+    reader, writer = os.pipe()
+    root, trace = tmp_path / "kv", write(tmp_path / "t", PROMPTS, every_ms=60_000)
+    command = [sys.executable, "-m", "kvpool", "replay", str(trace), "--store", f"file://{root}"]
+    with subprocess.Popen([*command, "--engines", "2", "--speed", "1"], stdout=writer, stderr=writer) as parent:
+        os.close(writer)
+        end = time.monotonic() + TIMEOUT_S
+        while not list(root.glob("**/0.0")) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert list(root.glob("**/0.0")), "the engines are at work"
+        parent.kill()
+    assert select.select([reader], [], [], TIMEOUT_S)[0], "an engine lives on"
+    assert os.read(reader, 100) == b""
+    os.close(reader)
 
 
 def test_an_interrupt_lets_both_engines_finish_what_they_do(job: Job) -> None:
