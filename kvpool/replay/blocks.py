@@ -55,11 +55,11 @@ class BlockMemory:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         try:
             self.array = np.zeros((num_blocks, block_bytes), np.uint8)
+            self._content = Content(block_bytes)
         except (MemoryError, ValueError):  # numpy's ValueError: more than an address can name
             raise KVPoolError(
                 f"no memory for the {num_blocks} blocks of {block_bytes} bytes of an engine; take smaller blocks"
             ) from None
-        self._content = Content(block_bytes)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._freed = anyio.Event()
 

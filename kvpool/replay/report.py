@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool._options import redact
 from kvpool.registry import parse_url
 from kvpool.replay.engine import Ended, Job, Outcome
 
@@ -53,8 +54,12 @@ class Report:
         for name, seconds in (("lookup", outcome.lookup_s), ("load", outcome.load_s), ("save", outcome.save_s)):
             if seconds is not None:
                 self.times[name].append(seconds)
-        if outcome.problem and not self.problem:
-            self.problem = f"line {line}: {outcome.problem}"
+        if outcome.problem:
+            self.stop(f"line {line}: {outcome.problem}")
+
+    def stop(self, problem: str) -> None:
+        """It cannot come to its end; the first reason holds. A store's words may quote a URL with its secrets."""
+        self.problem = self.problem or redact(problem)
 
     def end(self, ended: Ended) -> None:
         """An engine has come to its end; what the last one says of the store holds."""

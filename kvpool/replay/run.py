@@ -34,7 +34,13 @@ def run(job: Job, on_outcome: Callable[[Report], None] = lambda report: None) ->
     The report says what went wrong on the way. Raises ConfigError for what cannot be run at all, KVPoolError if an
     engine cannot start. An interrupt (Ctrl-C) ends all engines and makes an incomplete report.
     """
-    store = create_store(job.config.store)
+    config = job.config
+    store = create_store(config.store)
+    if job.block_bytes > config.staging_bytes:
+        raise ConfigError(
+            f"blocks of {job.block_bytes} bytes do not fit into {config.staging_bytes} bytes of staging memory; take "
+            "smaller blocks, or set KVPOOL_STAGING_BYTES"
+        )
     if job.engines > 1 and not store.capabilities.shared:
         raise ConfigError(
             f"{job.engines} engines need a store that processes share, and {parse_url(job.store)} is private to one "
@@ -93,7 +99,7 @@ class _Replay:
         """The first interrupt lets each engine finish the request at hand, the second one does not."""
         if self.report.problem:
             raise KeyboardInterrupt
-        self.report.problem = INTERRUPTED
+        self.report.stop(INTERRUPTED)
 
     def listen(self, engines: EngineProcesses) -> None:
         """Hear every engine out. Once there is a problem, no engine begins another request."""
@@ -108,7 +114,7 @@ class _Replay:
                 elif isinstance(message, Failed):
                     if opening:
                         raise KVPoolError(message.reason)
-                    report.problem = report.problem or message.reason
+                    report.stop(message.reason)
                 elif isinstance(message, Ready):
                     opening -= 1
                     if not opening:

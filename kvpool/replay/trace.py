@@ -50,13 +50,15 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], requests: int | None = None) -> Self:
-        """Read the first ``requests`` requests of a file, or all. Raises TraceError, also if it cannot be read."""
+        """Read the first ``requests`` requests, or all, of a file or a pipe; it is read to its end, and once.
+
+        Raises TraceError, also if it cannot be read.
+        """
         name = os.path.basename(os.fspath(path))
         try:
             with open(path, "rb") as file:
-                trace = cls.parse(_lines(file), name=name, requests=requests)
-                file.seek(0)
                 state = xxhash.xxh3_128()
+                trace = cls.parse(_lines(file, state), name=name, requests=requests)
                 while piece := file.read(1 << 20):
                     state.update(piece)
         except OSError as error:
@@ -149,7 +151,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines, each cut off one byte behind the limit: a file without line ends is not read into memory whole."""
+def _lines(file: BinaryIO, state: xxhash.xxh3_128) -> Iterator[bytes]:
+    """Lines, each cut off one byte behind the limit: a file without line ends is not read into memory whole.
+
+    ``state`` becomes the digest of all that was read.
+    """
     while line := file.readline(_MAX_LINE_BYTES + 1):
+        state.update(line)
         yield line

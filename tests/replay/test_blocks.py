@@ -83,3 +83,8 @@ async def test_blocks_are_taken_by_one_request_at_a_time_and_waited_for() -> Non
         assert not got
         memory.give_back(first[1:2])
     assert len({*got, int(first[2])}) == 4
+
+
+def test_blocks_whose_content_finds_no_memory_are_refused() -> None:
+    with pytest.raises(KVPoolError, match="take smaller blocks"):
+        BlockMemory(0, 1 << 50)

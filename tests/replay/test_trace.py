@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_file_without_line_ends_is_not_read_to_its_end() -> None:
     with pytest.raises(TraceError, match="line 1: longer than"):
         Trace.load("/dev/zero")
+
+
+@pytest.mark.parametrize("requests", [None, 3])
+def test_a_pipe_is_read_once(tmp_path: Path, requests: int | None) -> None:
+    prompts, _ = made(3000)
+    file, pipe = write(tmp_path / "file", prompts), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(file.read_bytes()))
+    writer.start()
+    trace = Trace.load(pipe, requests)
+    writer.join()
+    assert (trace.digest, len(trace)) == (Trace.load(file).digest, requests or len(prompts))
 
 
 def test_the_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
