@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import anyio
 
+from kvpool.cli.text import printable
 from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.registry import create_store, parse_url
@@ -48,7 +49,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _inspect(arguments: argparse.Namespace) -> int:
     found = _on(arguments.store, _count)
     for namespace, groups in sorted(found.items()):
-        values = ", ".join(f"{group}: {n:,}" for group, n in sorted(groups.items()))
+        values = ", ".join(f"{printable(group)}: {n:,}" for group, n in sorted(groups.items()))
         print(f"{namespace:32}  {groups.total():>12,}  {values}")
     print(f"{'in all':32}  {sum(groups.total() for groups in found.values()):>12,}")
     return 0
@@ -63,7 +64,7 @@ def _clear(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{parse_url(arguments.store)}: {type(store).__name__} cannot remove many values at once")
         return await store.clear(prefix)
 
-    if not arguments.yes and not _agreed(f"Remove {what} from {parse_url(arguments.store)}? [y/N] "):
+    if not arguments.yes and not _agreed(f"Remove {what} from {printable(str(parse_url(arguments.store)))}? [y/N] "):
         print("Nothing was removed.")
         return 1
     print(f"{_on(arguments.store, clear):,} values removed")
@@ -101,7 +102,11 @@ def _on(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("there is nobody to ask; with --yes nothing is asked")
-    return input(question).strip().lower() in ("y", "yes")
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
 
 
 def _namespace(text: str) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from kvpool import __version__
-from kvpool.cli import contents, replay
+from kvpool._options import redact
+from kvpool.cli.text import complain, printable
 from kvpool.errors import ConfigError, KVPoolError
 
 __all__ = ["main"]
@@ -17,11 +21,16 @@ __all__ = ["main"]
 #: interrupted (as shells have it).
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
+_WHAT = "Share an LLM engine's KV cache through a store."
+_TOO_MANY_FILES = "; raise the limit of open files (ulimit -n)"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvpool`` with these arguments (those of the process without them); the exit code."""
-    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to fail
     try:
+        arguments = _with_commands(_Parser(prog="kvpool", description=_WHAT)).parse_args(argv)
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
@@ -35,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVPoolError as error:
         return _complain(str(error), FAILED)
     except OSError as error:
-        return _complain(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), FAILED)
+        hint = _TOO_MANY_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        return _complain(f"{error.filename or ''}: {error.strerror or error}{hint}".removeprefix(": "), FAILED)
     except Exception as error:  # a mistake of ours or of somebody's store; no user can use a traceback
         if sys.flags.dev_mode:
             raise
@@ -43,12 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"kvpool: {message}", file=sys.stderr)
+    complain(message)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvpool", description="Share an LLM engine's KV cache through a store.")
+class _Parser(argparse.ArgumentParser):
+    """Shows no secret when a URL stands where none belongs."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(redact(message)))
+
+
+def _with_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from kvpool.cli import contents, replay  # slow to import, so only where an interrupt is handled
+
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     replay.add_command(commands)

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 
 from kvpool.cli.main import main
+from kvpool.registry import URL, create_store
 from kvpool.replay.engine import Job
 from kvpool.replay.trace import Trace
+from kvpool.store import Store
+from kvpool.testing.faults import FaultyStore
 from tests.replay.traces import made, write
+
+
+class Odd(FaultyStore):
+    """Shared, with keys that no kvpool made."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.capabilities = replace(self.capabilities, shared=True)
+
+    @classmethod
+    def from_url(cls, url: URL) -> Self:
+        return cls(create_store("memory://"))
+
+    async def scan(self, prefix: str = "") -> AsyncIterator[str]:
+        for key in ("\x1b[31mred", "\udcff", "a\nb/c"):
+            yield key
+
 
 PROMPTS, _ = made(5)
 UNIQUE = len({block for ids in PROMPTS for block in ids})
@@ -88,6 +111,25 @@ def test_clear_needs_someone_to_ask(
     assert main(["clear", store]) == 2
     assert "--yes" in capsys.readouterr().err
     assert inspected(store, capsys)["in all"] == f"{2 * UNIQUE + 2}"
+
+
+def test_no_answer_at_all_is_no(
+    store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", ended)
+    assert main(["clear", store]) == 1
+    assert capsys.readouterr().out.endswith("\nNothing was removed.\n")
+
+
+def test_names_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "tests.cli.test_contents:Odd"]) == 0
+    out = capsys.readouterr().out
+    assert r"\x1b[31mred: 1, a\nb: 1, \udcff: 1" in out
+    assert out.isascii()
 
 
 @pytest.mark.parametrize("command", ["inspect", "clear"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import io
 import json
 import os
@@ -16,6 +17,9 @@ import pytest
 
 from kvpool.cli.main import main
 from kvpool.cli.progress import Progress
+from kvpool.replay.engine import Job, Outcome
+from kvpool.replay.report import Report
+from kvpool.replay.trace import Trace
 from tests.replay.traces import made, write
 
 PROMPTS, HITS = made(30)
@@ -95,7 +99,15 @@ def test_a_replay_that_stops_says_where_and_why(trace: str, tmp_path: Path, caps
         (["{trace}", "--store", "memory://?capcity=1"], 2, "did you mean 'capacity'?"),
         (["{trace}", "--store", "memory://", "--engines", "2"], 2, "memory:// is private to one (MemoryStore)"),
         (["{trace}", "--store", "memory://", "--json", "{trace}/no"], 1, "Not a directory"),
-        (["{trace}", "--store", "memory://", "--block-bytes", "1PiB"], 1, "take smaller blocks"),
+        (["{trace}", "--store", "memory://", "--block-bytes", "1PiB"], 2, "or set KVPOOL_STAGING_BYTES"),
+        (["{trace}", "--store", "memory://", "--json", "{trace}"], 2, "that is the trace"),
+        (["{trace}", "--store", "memory://", "--json", "{trace}.no/x"], 1, ".no/x: No such file"),
+        (["redis://:hunterTWO@h\x1b", "--store", "memory://"], 1, r"redis://***@h\x1b: No such file"),
+        (
+            ["{trace}", "--store", "memory://", "--json", "redis://:hunterTWO@h"],
+            1,
+            "--json redis://***@h: No such file",
+        ),
         (["{trace}", "--store", "tests.replay.stores:Broken"], 1, "RuntimeError: of a kind nobody thought of"),
         (["{trace}", "--store", "tests.replay.stores:Locked"], 1, "kvpool: the key is missing"),
     ],
@@ -109,6 +121,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
+    assert "hunter" not in err
     assert err.startswith("kvpool: ")
     assert err.count("\n") == 1
 
@@ -118,6 +131,13 @@ def test_what_cannot_be_done_is_said_in_one_line(
     [
         (["--store", "memory://", "--engines", "0"], "argument --engines: '0' is not a whole number of 1 or more"),
         (["--store", "memory://", "--requests", "-1"], "argument --requests: "),
+        (
+            ["--store", "memory://", "--requests", "1" + "0" * 30],
+            "argument --requests: 100000000000000000... is too large",
+        ),
+        (["--store", "memory://", "--engines", "9" * 5000], "argument --engines: 999999999999999999... is too large"),
+        (["--store", "memory://", "redis://:hunter@h\x1b"], r"unrecognized arguments: redis://***@h\x1b"),
+        (["--store", "memory://", "--requests", "redis://:hunter@h"], "'redis://***@h' is not a whole number"),
         (["--store", "memory://", "--requests", "²"], "argument --requests: "),
         (["--store", "memory://", "--speed", "0"], "argument --speed: '0' is not a number above 0"),
         (["--store", "memory://", "--speed", "nan"], "argument --speed: "),
@@ -132,7 +152,91 @@ def test_arguments_are_checked(
     with pytest.raises(SystemExit) as ended:
         main(["replay", trace, *arguments])
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err
+    assert "hunter" not in err
+
+
+def test_a_url_that_is_no_command_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["redis://:hunter@h"])
+    assert "redis://***@h" in (err := capsys.readouterr().err)
+    assert "hunter" not in err
+
+
+def test_a_secret_in_a_problem_is_not_shown(trace: str) -> None:
+    report = Report(Job(Trace.load(trace), "memory://"))
+    report.add(Outcome(2, 0, problem="a load failed: redis://:hunter@h is gone"))
+    report.stop("a second one")
+    assert report.as_dict()["problem"] == report.problem == "line 3: a load failed: redis://***@h is gone"
+
+
+def test_the_result_replaces_an_older_one_only_as_a_whole(trace: str, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    file, link = folder / "day.json", tmp_path / "link.json"
+    file.write_text("older")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    assert main(["replay", trace, "--store", "memroy://", "--json", str(link)]) == 2
+    assert main(["replay", trace, "--store", "memroy://", "--json", str(folder / "new.json")]) == 2
+    assert (file.read_text(), os.listdir(folder)) == ("older", ["day.json"])
+    before = file.stat()
+    assert main(["replay", trace, "--store", "memory://", "--json", str(link)]) == 0
+    assert json.loads(file.read_text())["complete"]
+    assert (os.listdir(folder), link.is_symlink()) == (["day.json"], True)
+    assert (file.stat().st_mode, file.stat().st_ino != before.st_ino) == (before.st_mode, True)
+
+
+def test_the_trace_is_not_overwritten_by_another_name(trace: str, tmp_path: Path) -> None:
+    before = Path(trace).read_bytes()
+    (tmp_path / "link").symlink_to(trace)
+    assert main(["replay", trace, "--store", "memory://", "--json", str(tmp_path / "link")]) == 2
+    assert Path(trace).read_bytes() == before
+
+
+def test_the_result_goes_behind_the_table_on_the_same_output(trace: str, tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run(
+            kvpool("replay", trace, "--store", "memory://", "--json", "/dev/stdout"), stdout=out, timeout=TIMEOUT_S
+        )
+    table, _, result = (tmp_path / "out").read_text().partition("{")
+    assert table.startswith("trace ")
+    assert json.loads("{" + result)["complete"]
+
+
+def test_a_full_disk_is_told_with_the_file(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, "--store", "memory://", "--json", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "kvpool: --json /dev/full: No space left on device\n"
+
+
+def test_there_are_no_more_engines_than_requests(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, "--store", "memory://", "--requests", "1", "--engines", "5000"]) == 0
+    assert "engines          1;" in capsys.readouterr().out
+
+
+def test_too_many_open_files_are_told_with_what_to_do(trace: str, tmp_path: Path) -> None:
+    limited = ["bash", "-c", 'ulimit -n 24; exec "$@"', "-"]
+    arguments = kvpool("replay", trace, "--store", f"file://{tmp_path}/kv", "--engines", "30")
+    done = subprocess.run([*limited, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert "cannot be started: Too many open files; take fewer engines" in done.stderr
+    assert "ulimit -n" in done.stderr
+
+
+def test_an_interrupt_while_the_rest_is_imported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "kvpool.cli.replay":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvpool.cli.replay")
+    monkeypatch.delattr("kvpool.cli.replay")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert main(["--version"]) == 130
+    assert capsys.readouterr().err == "kvpool: interrupted\n"
 
 
 def test_a_secret_in_the_url_is_not_shown(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
