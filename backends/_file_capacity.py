@@ -68,8 +68,7 @@ class Capacity:
             if used <= goal:
                 break
             with suppress(OSError):
-                tree.remove(key, prune=True)
-                used -= size
+                used -= size if tree.remove(key, prune=True) else 0
         if used + need > self._limit:
             raise OSError(errno.ENOSPC, f"{used} bytes of the capacity of {self._limit} cannot be removed")
         return used

@@ -15,13 +15,26 @@ from urllib.parse import quote, unquote
 
 import xxhash
 
-__all__ = ["HEADER_BYTES", "BadKey", "Place", "damage", "header", "key_of", "payload_bytes", "place_of"]
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_DEPTH",
+    "BadKey",
+    "Place",
+    "check_key",
+    "damage",
+    "header",
+    "key_of",
+    "payload_bytes",
+    "place_of",
+]
 
 #: name and format version, payload length, xxh3_64 of the payload, xxh3_128 of the key
 _HEADER = struct.Struct("<8sQQ16s")
 _MAGIC = b"kvpool\x00\x01"
 HEADER_BYTES = _HEADER.size
 
+#: Directories below one another, at most, on the way to a file: a key of 512 slashes, and the fan-out.
+MAX_DEPTH = 513
 _NAME_BYTES = 200  # longer parts are split: file systems allow 255
 _KEY = re.compile(r"[!-~]{1,512}")
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}/)*[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
@@ -41,14 +54,19 @@ class Place(NamedTuple):
     name: str
 
 
+def check_key(key: str) -> None:
+    """Raises :class:`BadKey` for what is no key by the store contract."""
+    if not _KEY.fullmatch(key):
+        raise BadKey(f"{key[:80]!r} is no key: 1 to 512 visible ASCII characters")
+
+
 def place_of(key: str) -> Place:
     """The place of a key; different keys have different places. Raises :class:`BadKey`."""
     if _PLAIN.fullmatch(key) and len(key) <= 512:
         path = key
-    elif _KEY.fullmatch(key):
-        path = "/".join(map(_quoted, key.split("/")))
     else:
-        raise BadKey(f"{key[:80]!r} is no key: 1 to 512 visible ASCII characters")
+        check_key(key)
+        path = "/".join(map(_quoted, key.split("/")))
     parent, _, name = path.rpartition("/")
     return Place(parent, _FANS[_digest(key)[0]], name)
 
@@ -59,7 +77,11 @@ def key_of(directory: str, name: str) -> str | None:
     if not _FAN.fullmatch(fan):
         return None
     path = (f"{parent}/{name}" if parent else name).replace("=/", "")
-    return unquote(path).replace("\0", "") if "%" in path else path
+    key = unquote(path).replace("\0", "") if "%" in path else path
+    try:
+        return key if place_of(key) == (parent, fan, name) else None
+    except BadKey:
+        return None
 
 
 def header(key: str, pieces: Sequence[memoryview]) -> bytes:

@@ -73,16 +73,15 @@ class Tree:
 
     def exists(self, key: str) -> bool:
         """Whether a file long enough to be a value is there."""
-        parent, fan, name = form.place_of(key)
-        path = f"{fan}/{name}"
+        place = form.place_of(key)
         try:
-            directory = self._parent(parent)
-            found = os.stat(path, dir_fd=directory, follow_symlinks=False)
+            with self._directory(place) as directory:
+                found = os.stat(place.name, dir_fd=directory, follow_symlinks=False)
+                if self._refresh and _is_old(found):
+                    with contextlib.suppress(OSError):
+                        os.utime(place.name, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        if self._refresh and _is_old(found):
-            with contextlib.suppress(OSError):
-                os.utime(path, dir_fd=directory, follow_symlinks=False)
         return stat.S_ISREG(found.st_mode) and found.st_size >= form.HEADER_BYTES
 
     def read(self, key: str, pieces: Sequence[memoryview]) -> None:
@@ -151,11 +150,10 @@ class Tree:
         """Remove empty directories, unless a writer has asked not to; other writers make theirs again."""
         with contextlib.suppress(OSError), io.opened(self._root, _LIST, None) as root:
             fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for directory, _, _ in os.walk(self._root, topdown=False):
+            for directory in reversed([path for path, _ in _walk(self._root, lambda _: True)][1:]):
                 self._turn()
-                if directory != self._root:
-                    with contextlib.suppress(OSError):
-                        os.rmdir(directory)
+                with contextlib.suppress(OSError):
+                    os.rmdir(f"{self._root}/{directory}")
 
     def _hold_off_prune(self) -> None:
         """Forget the directories seen so far, and let none be pruned until the batch ends."""
@@ -194,9 +192,12 @@ class Tree:
         """Keys and their files. What comes or goes meanwhile may be missed; an unreadable root is an error."""
         with contextlib.suppress(FileNotFoundError):
             os.scandir(self._root).close()
-            for found in _walk(self._root, "", prefix):
+            for directory, entries in _walk(self._root, lambda below: _may_hold(prefix, below)):
                 self._turn()
-                yield found
+                for entry in entries:
+                    if (key := form.key_of(directory, entry.name)) is not None and key.startswith(prefix):
+                        self._turn()
+                        yield key, entry
 
     def _write(self, name: str, directory: int, key: str, pieces: Sequence[memoryview]) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -282,19 +283,25 @@ def _is_old(found: os.stat_result) -> bool:
     return time.time() - found.st_mtime > 1.0
 
 
-def _walk(path: str, relative: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    try:
-        with os.scandir(path) as listing:
-            entries = list(listing)
-    except OSError:
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            below = f"{relative}/{entry.name}" if relative else entry.name
-            if _may_hold(prefix, below):
-                yield from _walk(entry.path, below, prefix)
-        elif (key := form.key_of(relative, entry.name)) is not None and key.startswith(prefix):
-            yield key, entry
+def _walk(root: str, enter: Callable[[str], bool]) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Each directory, relative to the root, before those in it, and what in it is none; as deep as a key may lie."""
+    left = [("", 0)]
+    while left:
+        directory, depth = left.pop()
+        try:
+            with os.scandir(f"{root}/{directory}") as listing:
+                entries = list(listing)
+        except OSError:
+            continue
+        others: list[os.DirEntry[str]] = []
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                others.append(entry)
+            elif depth < form.MAX_DEPTH:
+                below = f"{directory}/{entry.name}" if directory else entry.name
+                if enter(below):
+                    left.append((below, depth + 1))
+        yield directory, others
 
 
 def _may_hold(prefix: str, directory: str) -> bool:

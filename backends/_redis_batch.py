@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvpool.backends._file_format import HEADER_BYTES, damage, header, payload_bytes
+from kvpool.backends._file_format import HEADER_BYTES, BadKey, check_key, damage, header, payload_bytes
 from kvpool.backends._redis_wire import Connection, Reply, ServerError, command, encoded
 from kvpool.errors import StoreError, WrongLength
 from kvpool.memory import Buffers
@@ -40,6 +40,17 @@ class Batch:
         self.results = Results.empty(len(keys), Status.TIMED_OUT)
         self.moved: dict[int, ServerError] = {}
         self._said: set[str] = set()
+
+    def wanted(self) -> Window:
+        """The keys to be asked for: all, but what is no key is FAILED."""
+        bad = set[int]()
+        for i, key in enumerate(self.keys):
+            try:
+                check_key(key)
+            except BadKey as error:
+                bad.add(i)
+                self.results.set(i, Status.FAILED, error=self._error(str(error)))
+        return [i for i in range(len(self.keys)) if i not in bad] if bad else range(len(self.keys))
 
     async def ask(self, verb: str, connection: Connection, wanted: Window) -> ServerError | None:
         """A command that answers 1 or 0 for each key: OK or ABSENT. One round trip, however many keys."""

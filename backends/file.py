@@ -67,6 +67,8 @@ class FileStore(Store):
         self._root = os.fspath(root)
         if not os.path.isabs(self._root):
             raise ConfigError(f"file store: the root {self._root!r} is not an absolute path")
+        if "\0" in self._root:
+            raise ConfigError(f"file store: the root {self._root!r} holds a NUL")
         self._life = Lifecycle(f"file store {self._root}")
         self._capacity = None if capacity is None else Capacity(capacity)
         self._threads = Threads(threads)

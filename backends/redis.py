@@ -95,23 +95,26 @@ class RedisStore(Store):
     async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
         batch = Batch(self._name, self._settings.prefix, keys)
         # One TOUCH a key: what is found is the last to be evicted, for a load will follow.
-        results = await self._run(batch, range(len(keys)), partial(batch.ask, "TOUCH"), deadline)
+        asked = batch.wanted()
+        results = await self._run(batch, asked, partial(batch.ask, "TOUCH"), deadline)
         presence: Presence = _PRESENCE[results.status]
         if results.errors and bool((presence == UNKNOWN).all()):
-            raise next(iter(results.errors.values()))
+            for error in (error for i, error in results.errors.items() if i in asked):
+                raise error
         return presence
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
         check_batch(keys, into)
         batch = Batch(self._name, self._settings.prefix, keys)
-        return await self._run(batch, range(len(keys)), partial(batch.get, into), deadline, into)
+        return await self._run(batch, batch.wanted(), partial(batch.get, into), deadline, into)
 
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         check_batch(keys, source)
         batch = Batch(self._name, self._settings.prefix, keys)
         limit = self._settings.max_value
-        wanted = np.flatnonzero(source.nbytes <= limit).tolist()
-        for i in np.flatnonzero(source.nbytes > limit).tolist():
+        good, sizes = batch.wanted(), source.nbytes.tolist()
+        wanted = [i for i in good if sizes[i] <= limit]
+        for i in set(good).difference(wanted) if len(wanted) < len(good) else ():
             error = StoreError(
                 f"{self._name}: {keys[i][:100]}: {source.nbytes[i]} bytes are more than max_value={limit}"
             )
@@ -120,7 +123,7 @@ class RedisStore(Store):
 
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
         batch = Batch(self._name, self._settings.prefix, keys)
-        return await self._run(batch, range(len(keys)), partial(batch.ask, "UNLINK"), deadline)
+        return await self._run(batch, batch.wanted(), partial(batch.ask, "UNLINK"), deadline)
 
     async def scan(self, prefix: str = "") -> AsyncIterator[str]:
         """The keys that begin with ``prefix``. Raises :class:`~kvpool.errors.StoreError` if a server fails."""
@@ -151,7 +154,8 @@ class RedisStore(Store):
         return removed + await self._remove(page)
 
     async def _remove(self, keys: list[str]) -> int:
-        results = await self.delete(keys)
+        batch = Batch(self._name, self._settings.prefix, keys)  # names that others gave may be no keys
+        results = await self._run(batch, range(len(keys)), partial(batch.ask, "UNLINK"), math.inf)
         for error in results.errors.values():
             raise error
         return int(results.ok.sum())

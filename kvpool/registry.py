@@ -139,10 +139,9 @@ def _decoded(part: str | None, text: str) -> str:
     """A part of the URL ``text``, percent-decoded."""
     try:
         plain = unquote(part or "", errors="strict")
-        bad = _CONTROL.search(plain) is not None
     except UnicodeDecodeError:
-        bad = True
-    if bad:
+        plain = "\0"
+    if _CONTROL.search(plain):
         raise ConfigError(
             f"{redact_value(text)!r}: a URL holds no control characters, and percent-escapes of UTF-8 only"
         )

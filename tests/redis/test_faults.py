@@ -225,6 +225,21 @@ async def test_a_server_that_is_loading() -> None:
             assert (await get(store, ["k"], [5]))[0].status.tolist() == [Status.ABSENT]
 
 
+async def test_no_key_is_a_failure_of_that_key(server: RedisServer) -> None:
+    strange = ["\udcff", "a b", "\ud800", "", "x" * 513]
+    async with RedisStore(server.url) as store:
+        results = await put(store, [("good", b"value"), *((key, b"value") for key in strange)])
+        assert results.status.tolist() == [Status.OK] + [Status.FAILED] * 5
+        assert "'a b' is no key" in words(results)
+        assert (await store.exists([*strange, "good"])).tolist() == [UNKNOWN] * 5 + [PRESENT]
+        assert (await store.exists(strange)).tolist() == [UNKNOWN] * 5
+        found, memory = await get(store, [*strange, "good"], [5] * 6)
+        assert (found.status.tolist(), memory[5]) == ([Status.FAILED] * 5 + [Status.OK], b"value")
+        assert (await store.delete([*strange, "good"])).status.tolist() == [Status.FAILED] * 5 + [Status.OK]
+        server.raw("SET", b"kvpool:not a key \xff", "x")
+        assert await store.clear() == 1, "what others put under the prefix goes too"
+
+
 async def test_access_rights(server: RedisServer) -> None:
     """The rights that docs/redis.md names are enough; without them the server's words are passed on."""
     raw = server.raw

@@ -124,6 +124,39 @@ async def test_strange_files_are_not_listed(tmp_path: Path) -> None:
         assert (tmp_path / "ns/file").exists()
 
 
+ODD = [b"bad name", b"\xff\xfe", b"\xc3\xa9", b"\x1b[31m", b"new\nline", b"%", b"%00", b"%61", b"other-fan"]
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_a_file_that_is_no_keys_is_left_alone(tmp_path: Path, name: bytes) -> None:
+    async with FileStore(tmp_path, capacity=150) as store:
+        await put(store, [("ns/k", b"v" * 60)])
+        fan = the_file(tmp_path, "k").parent
+        (fan / os.fsdecode(name)).write_bytes(b"strange" * 100)
+        assert [key async for key in store.scan()] == ["ns/k"]
+    async with FileStore(tmp_path, capacity=150) as store:  # counts anew: 100 bytes are there, 100 more make k go
+        assert (await put(store, [("ns/n", b"v" * 60)])).ok.all()
+        assert [key async for key in store.scan()] == ["ns/n"]
+        assert await store.clear() == 1
+    assert os.listdir(os.fsencode(fan)) == [name]
+
+
+async def test_folders_deeper_than_any_key_are_passed_over(tmp_path: Path) -> None:
+    deepest = "/" * 512
+    async with FileStore(tmp_path) as store:
+        await put(store, [("ns/k", b"v"), (deepest, b"v")])
+        fd = os.open(tmp_path, os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("a", dir_fd=fd)
+            above, fd = fd, os.open("a", os.O_RDONLY, dir_fd=fd)
+            os.close(above)
+        os.close(fd)
+        assert sorted([key async for key in store.scan()]) == [deepest, "ns/k"]
+        assert await store.clear() == 2
+        assert not (tmp_path / "ns").exists()
+    await anyio.run_process(["rm", "-rf", str(tmp_path / "a")])  # what pytest cannot
+
+
 # ---- hostile directories
 
 
@@ -144,9 +177,22 @@ async def test_links_are_not_followed(tmp_path: Path) -> None:
         assert memory[2] == b"value"
         assert (await store.delete(keys[:2])).status.tolist() == [Status.FAILED] * 2
         assert (await put(store, [(k, b"value") for k in keys[1:]])).status.tolist() == [Status.FAILED, Status.OK]
-        assert (await store.exists(["away/k"])).tolist() == [UNKNOWN]
+        assert (await store.exists(["away/k", "ns/k"])).tolist() == [UNKNOWN, UNKNOWN]
         assert await store.clear() == 1, "only other/k is below the root"
         assert sorted(files(outside)) == before
+
+
+async def test_a_link_in_place_of_a_fan_loses_no_put(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "kv"
+    async with FileStore(root, capacity=1 << 20) as store:
+        await put(store, [("ns/k", b"value")])
+        fan = the_file(root, "k").parent
+        fan.rename(outside)
+        fan.symlink_to(outside)
+        os.utime(outside / "k", (1, 1))
+        assert (await store.exists(["ns/k"])).tolist() == [UNKNOWN]
+        assert (await put(store, [("ns/k", b"value")])).status.tolist() == [Status.FAILED]
+        assert (outside / "k").stat().st_mtime == 1
 
 
 async def test_a_link_in_place_of_a_value_is_replaced(tmp_path: Path) -> None:
