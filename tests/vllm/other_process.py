@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from tests.vllm.engine import BLOCK, ENVIRONMENT, prompt
+from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENT, prompt
 
 
 def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = "1") -> None:
@@ -38,7 +38,7 @@ def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = 
             "kv_connector_module_path": "kvpool.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": f"file://{store}"},
+            "kv_connector_extra_config": {**PATIENT, "store": f"file://{store}"},
         },
     )
     sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1)

@@ -23,7 +23,7 @@ def engine(
 ) -> Iterator[Engine]:
     model: Path = request.getfixturevalue(request.param)
     store = f"file://{tmp_path_factory.mktemp('store')}"
-    timeouts = {"load_timeout_s": 1, "save_timeout_s": 1, "lookup_timeout_ms": 100, "failed_key_ttl_s": 0}
+    timeouts = {"load_timeout_s": 1, "save_timeout_s": 1, "lookup_timeout_ms": 1000, "failed_key_ttl_s": 0}
     engine = Engine(model, {"store": faults.url(store), **timeouts}, kv_bytes=64 << 20)
     yield engine
     engine.close()

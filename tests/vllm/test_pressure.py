@@ -13,14 +13,14 @@ def test_forced_preemption(model: Path, tmp_path: Path) -> None:
     prompts = [prompt(400, seed=70 + i) for i in range(6)]
     small = 3 << 20
     alone = Engine(model, None, kv_bytes=small)
-    expected = _all(alone, prompts, 250)
+    expected = _all(alone, prompts, 150)
     preemptions = alone.preemptions
     alone.close()
     assert preemptions > 0, "the block memory is too large to force preemption"
     engine = Engine(model, {"store": f"file://{tmp_path}"}, kv_bytes=small)
     try:
         for _ in range(2):
-            outputs = _all(engine, prompts, 250)
+            outputs = _all(engine, prompts, 150)
             assert engine.preemptions > 0
             for output, wanted in zip(outputs, expected, strict=True):
                 assert output.tokens[:100] == wanted.tokens[:100]
