@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -427,13 +428,18 @@ async def test_a_batch_is_one_hop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_the_deadline_is_looked_at_between_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch, lambda: time.sleep(0.6))
+    def until_late() -> None:
+        with contextlib.suppress(BaseException):  # the cancellation, which the file at hand does not see
+            while True:
+                anyio.from_thread.check_cancelled()
+                time.sleep(0.001)
+
+    watched = Watched(monkeypatch, until_late)
     async with FileStore(tmp_path) as store:
         results = await put(store, MANY, deadline=anyio.current_time() + 0.5)
         done = int(results.ok.sum())
         assert results.status.tolist() == [Status.OK] * done + [Status.TIMED_OUT] * (200 - done)
-        assert done <= 6
-        assert len(files(tmp_path)) == watched.begun <= done + 1
+        assert len(files(tmp_path)) == watched.begun == done <= 5
 
 
 async def test_a_cancelled_batch_ends_after_the_file_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
