@@ -276,3 +276,44 @@ def reported(**columns: Any) -> Any:
 def test_hashes_of_a_job_are_those_of_its_chunks() -> None:
     assert isinstance(job(1).parts[0].hashes, BlockHashes)
     assert len(job(1, blocks=3).parts[0].hashes) == 3
+
+
+def test_blocks_are_looked_up_once_a_group_on_load_and_on_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (CacheGroup(Kind.FULL, BLOCK), CacheGroup(Kind.SLIDING_WINDOW, BLOCK, window=8))
+    pool = FakePool(64)
+    side: Any = SchedulerSide(
+        Config.load({"lookup_grace_ms": 0}),
+        CacheSpec(groups, BLOCK),
+        lambda: NAMESPACE,
+        "test-chained",
+        FakeClient(LookupResult(12, (12, 12), EPOCH, 1.0)),  # type: ignore[arg-type]
+        reads=True,
+        writes=True,
+        epoch=EPOCH,
+    )
+    side.bind_block_pool(pool)
+    asked: list[int] = []
+    blocks = side._database.blocks
+
+    def counted(group: int, *args: Any) -> Any:
+        asked.append(group)
+        return blocks(group, *args)
+
+    monkeypatch.setattr(side._database, "blocks", counted)
+    request = FakeRequest(8)
+    side.on_new_request(request)
+    table = list(range(1, 9))
+    tables = (table, [0, *table[1:]])  # the window's first block has gone
+    assert side.match(request, 0) is None
+    side._client.answer()
+    side.build_work(output())
+    assert side.match(request, 0) == 12
+    side.after_alloc(request, SimpleNamespace(get_block_ids=lambda: tables), 12)
+    assert asked == [0, 1]
+    step_output = output(request, 32)
+    step_output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: tables)
+    sent = side.build_work(step_output)
+    assert asked == [0, 1, 0, 1]
+    (loading,), (saving,) = sent.loads, sent.saves
+    assert [part.block_ids.tolist() for part in loading.parts] == [[1, 2, 3], [2, 3]]
+    assert saving.parts[0].block_ids.tolist() == [4, 5, 6, 7, 8], "what was found in the store is not saved again"
