@@ -426,7 +426,7 @@ async def test_strange_answers(text: bytes, said: str) -> None:
             await check_fails(store, said)
 
 
-@pytest.mark.parametrize("place", ["redis://" + "x" * 70, "redis://nowhere.invalid", "redis+unix:///a%00b"])
+@pytest.mark.parametrize("place", ["redis://" + "x" * 70, "redis://nowhere.invalid"])
 async def test_addresses_that_cannot_be(place: str) -> None:
     async with RedisStore(f"{place}?timeout=20") as store:
         await check_fails(store, "redis store ")

@@ -135,7 +135,7 @@ async def test_a_script_is_read_again_when_it_changes(tmp_path: Path) -> None:
             ("[", "not JSON"),
             ("{}", "must be a JSON list"),
             ('[{"kind": "fialed"}]', "kind='fialed'"),
-            ('[{"kind": "failed", "key": "x"}]', "unknown option key='x'; did you mean 'keys'"),
+            ('[{"kind": "failed", "key": "x"}]', r"unknown option key=\*\*\*; did you mean 'keys'"),
         ]:
             write(text)
             with pytest.raises(ConfigError, match=message):
