@@ -117,7 +117,13 @@ class TieredStore(Store):
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         check_batch(keys, source)
         removals = self._removals
-        results = await self.shared.put(keys, source, deadline=deadline)
+        try:
+            results = await self.shared.put(keys, source, deadline=deadline)
+        except BaseException:  # what it has stored, if anything, is not known
+            await self._forget(keys)
+            raise
+        # What was just stored was not there before: a value that lies near is older than the shared tier's memory.
+        await self._forget(pick(keys, np.flatnonzero(results.ok & (results.nbytes > 0))))
         # What was there before (0 bytes moved) may differ from the source, and comes with the first read.
         await self._fill(keys, source, np.flatnonzero(results.ok & (results.nbytes > 0)), removals, deadline)
         return results
