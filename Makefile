@@ -14,7 +14,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-long redis-server replay format clean
+.PHONY: help demo test test-fast test-long servers replay format clean
 .PHONY: lint lint-ruff lint-format lint-imports lint-mypy lint-pyright
 
 help:
@@ -30,17 +30,18 @@ help:
 demo: $(VENV)/.core
 	@$(bin)/python examples/demo.py
 
-test: $(VENV)/.dev $(VENV)/.vllm redis-server
+test: $(VENV)/.dev $(VENV)/.vllm servers
 	@$(bin)/python -m pytest $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.dev redis-server
+test-fast: $(VENV)/.dev servers
 	@$(bin)/python -m pytest -m 'not vllm and not long' $(PYTEST_ARGS)
 
-test-long: $(VENV)/.dev $(VENV)/.vllm redis-server
+test-long: $(VENV)/.dev $(VENV)/.vllm servers
 	@$(bin)/python -m pytest -m long $(PYTEST_ARGS)
 
-redis-server: $(VENV)/.dev
+servers: $(VENV)/.dev
 	@scripts/install-redis.sh $(bin)/python
+	@scripts/install-mooncake-libs.sh $(bin)/python
 
 replay: $(VENV)/.core
 	@for trace in $(or $(TRACES),$(error make replay needs TRACES=DIR, a folder of traces))/*.jsonl; do \
