@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvpool.errors import ConfigError
 from kvpool.memory import Buffers, Region
 from kvpool.registry import URL
-from kvpool.store import Results, Status, Store, SupportsClear, SupportsScan
+from kvpool.store import Results, Status, Store, SupportsClear, SupportsDiagnosis, SupportsScan
 
 __all__ = [
     "GRACE_S",
@@ -46,9 +46,9 @@ def check_place(url: URL) -> None:
 
 
 def pass_on_powers(wrapper: Store, inner: Store) -> None:
-    """Give ``wrapper`` the optional powers of ``inner`` as they are, and no others."""
-    for name, power in (("scan", SupportsScan), ("clear", SupportsClear)):
-        if isinstance(inner, power):
+    """Give ``wrapper`` the optional powers of ``inner`` as they are, but for those that it has itself."""
+    for name, power in (("scan", SupportsScan), ("clear", SupportsClear), ("diagnose", SupportsDiagnosis)):
+        if isinstance(inner, power) and not hasattr(type(wrapper), name):
             setattr(wrapper, name, getattr(inner, name))
 
 

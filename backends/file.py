@@ -28,12 +28,24 @@ from pydantic import BaseModel, ByteSize, Field
 
 from kvpool.backends._file_capacity import Capacity
 from kvpool.backends._file_format import BadKey
+from kvpool.backends._file_look import look
 from kvpool.backends._file_tree import Damaged, Tree, WrongSize
 from kvpool.backends._lifecycle import Lifecycle
 from kvpool.errors import ConfigError, StoreError
 from kvpool.memory import Buffers
 from kvpool.registry import URL
-from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
+from kvpool.store import (
+    ABSENT,
+    PRESENT,
+    UNKNOWN,
+    Capabilities,
+    Finding,
+    Presence,
+    Results,
+    Status,
+    Store,
+    check_batch,
+)
 from kvpool.threads import Threads
 
 __all__ = ["FileStore"]
@@ -41,6 +53,7 @@ __all__ = ["FileStore"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_MISSES = "values are computed until it can be used"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SCAN_PAGE = 1000  # keys listed in one hop
 
@@ -70,6 +83,7 @@ class FileStore(Store):
         if "\0" in self._root:
             raise ConfigError(f"file store: the root {self._root!r} holds a NUL")
         self._life = Lifecycle(f"file store {self._root}")
+        self._limit = capacity
         self._capacity = None if capacity is None else Capacity(capacity)
         self._threads = Threads(threads)
 
@@ -152,6 +166,13 @@ class FileStore(Store):
 
         return await self._hop(work) or 0
 
+    async def diagnose(self) -> Sequence[Finding]:
+        """What kind of file system the root is on, how much room there is, and who may write."""
+        try:
+            return await self._hop(lambda: list(look(self._root, self._limit))) or []
+        except StoreError as error:
+            return [Finding("fail", f"{error}; {_MISSES}")]
+
     async def _each(
         self,
         keys: Sequence[str],
@@ -206,7 +227,7 @@ class FileStore(Store):
                 tree.make_root()
                 tree.remove_leftovers()
         except OSError as error:
-            logger.warning("%s; values are computed until it can be used", self._error("", error))
+            logger.warning("%s; %s", self._error("", error), _MISSES)
 
     def _error(self, key: str, error: Exception) -> StoreError:
         reason = error.strerror if isinstance(error, OSError) else None

@@ -24,18 +24,31 @@ import numpy as np
 from kvpool.backends._lifecycle import Lifecycle
 from kvpool.backends._redis_batch import Batch
 from kvpool.backends._redis_link import ConnectionLost
+from kvpool.backends._redis_look import look
 from kvpool.backends._redis_servers import Pool
 from kvpool.backends._redis_url import settings_of
 from kvpool.backends._redis_wire import Connection, ServerError, command, encoded
 from kvpool.errors import StoreError
 from kvpool.memory import Buffers
 from kvpool.registry import URL, parse_url
-from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
+from kvpool.store import (
+    ABSENT,
+    PRESENT,
+    UNKNOWN,
+    Capabilities,
+    Finding,
+    Presence,
+    Results,
+    Status,
+    Store,
+    check_batch,
+)
 
 __all__ = ["RedisStore"]
 
 logger = logging.getLogger(__name__)
 
+_MISSES = "values are computed until it can be used"
 _PAGE = 1024  # keys listed or removed at a time
 _ROUNDS = 3  # a cluster may send a key elsewhere twice in one call
 _NOT_HERE = {"READONLY", "CLUSTERDOWN", "MASTERDOWN"}  # another server may be the one to ask by now
@@ -73,15 +86,16 @@ class RedisStore(Store):
     async def __aenter__(self) -> Self:
         self._life.open()
         timeout = self._settings.timeout
-        trouble = f"no answer within {timeout:g} s; values are computed until there is one"
+        findings = [Finding("fail", f"no answer within {timeout:g} s; {_MISSES}")]
         try:
             with self._call(anyio.current_time() + timeout):
-                trouble = await self._look()
+                findings = await self._look(every=False)
         except BaseException:
             self._servers.close()
             raise
-        if trouble:
-            logger.warning("%s: %s", self._name, trouble)
+        for finding in findings:
+            if finding.level != "ok":
+                logger.warning("%s: %s", self._name, finding)
         return self
 
     async def __aexit__(
@@ -228,17 +242,20 @@ class RedisStore(Store):
         except (ConnectionLost, ServerError) as error:
             raise StoreError(f"{self._name}: {error}") from error
 
-    async def _look(self) -> str:
-        """What is wrong with the server, if anything, so that it is said before it matters."""
+    async def diagnose(self) -> Sequence[Finding]:
+        """What each server says about itself."""
+        with self._call():
+            return await self._look(every=True)
+
+    async def _look(self, *, every: bool) -> list[Finding]:
+        """What is wrong with the servers (or the first of them), so that it is said before it matters."""
+        findings: list[Finding] = []
         try:
-            pool, *_ = await self._servers.pools()
-            async with pool.connection() as connection:
-                (info,) = await connection.ask(command("INFO", "memory"))
-            if isinstance(info, ServerError) and info.code != "NOPERM":
-                raise info
+            for pool in (await self._servers.pools())[: None if every else 1]:
+                findings.extend(await look(pool, self.capabilities.ttl))
         except (ConnectionLost, ServerError) as error:
-            return f"{error}; values are computed until it can be used"
-        return _advice(info.decode(errors="replace"), self.capabilities.ttl) if isinstance(info, bytes) else ""
+            findings.append(Finding("fail", f"{error}; {_MISSES}"))
+        return findings
 
 
 async def _scan(pool: Pool, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
@@ -251,14 +268,3 @@ async def _scan(pool: Pool, cursor: bytes, pattern: bytes) -> tuple[bytes, list[
         case ServerError():
             raise reply
     raise ConnectionLost(f"not a Redis server: it answered {str(reply)[:80]} to SCAN")
-
-
-def _advice(info: str, ttl: bool) -> str:
-    """What a server's memory settings (the reply to INFO memory) mean for a cache, if that is not good."""
-    facts = {name: value for name, _, value in (line.partition(":") for line in info.split())}
-    policy = facts.get("maxmemory_policy", "")
-    if facts.get("maxmemory") == "0":
-        return "the server has no maxmemory, so it may take all memory of its machine; set one, and a maxmemory-policy"
-    if policy == "noeviction" or (policy.startswith("volatile") and not ttl):
-        return f"maxmemory-policy {policy}: a full server takes no more values; allkeys-lru keeps the latest"
-    return ""

@@ -29,7 +29,7 @@ from kvpool.deadlines import move_on_at
 from kvpool.errors import StoreClosed, StoreError
 from kvpool.memory import Buffers
 from kvpool.registry import URL, create_store
-from kvpool.store import Presence, Results, Status, Store, SupportsClear, check_batch
+from kvpool.store import Finding, Presence, Results, Status, Store, SupportsClear, SupportsDiagnosis, check_batch
 
 __all__ = ["TieredStore"]
 
@@ -148,6 +148,16 @@ class TieredStore(Store):
                     await self.near.clear(prefix)
             except StoreError as error:
                 logger.warning("near tier: %s", error)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        """What both tiers say about themselves."""
+        findings: list[Finding] = []
+        for tier, is_open in ((self.shared, True), (self.near, self._near_is_open)):
+            if not is_open:
+                findings.append(Finding("warn", "the near tier cannot be used; the shared tier is used alone"))
+            elif isinstance(tier, SupportsDiagnosis):
+                findings.extend(await tier.diagnose())
+        return findings
 
     def _describe(self) -> None:
         """What the tiers can do is known for sure once they are open."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,13 @@ __all__ = [
     "PRESENT",
     "UNKNOWN",
     "Capabilities",
+    "Finding",
     "Presence",
     "Results",
     "Status",
     "Store",
     "SupportsClear",
+    "SupportsDiagnosis",
     "SupportsScan",
     "check_batch",
 ]
@@ -193,4 +195,25 @@ class SupportsClear(Protocol):
 
     async def clear(self, prefix: str = "") -> int:
         """Remove the keys that begin with ``prefix``; the number removed. Raises StoreError if it cannot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a store knows about its own set-up. ``warn``: it works, but not as well as it could."""
+
+    level: Literal["ok", "warn", "fail"]
+    text: str  #: what is so, without secrets
+    advice: str = ""  #: what to change, if anything should be
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.advice}" if self.advice else self.text
+
+
+@runtime_checkable
+class SupportsDiagnosis(Protocol):
+    """A store that can look at its own set-up, for ``kvpool doctor``."""
+
+    async def diagnose(self) -> Sequence[Finding]:
+        """What a person should know about the place of the values. What cannot be found out is a finding as well."""
         ...

@@ -65,10 +65,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _with_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    from kvpool.cli import contents, replay  # slow to import, so only where an interrupt is handled
+    from kvpool.cli import contents, doctor, replay  # slow to import, so only where an interrupt is handled
 
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     replay.add_command(commands)
+    doctor.add_command(commands)
     contents.add_commands(commands)
     return parser

@@ -1,0 +1,139 @@
+"""``kvpool doctor``: can this store be used from here, how fast is it, and what should be changed?"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from secrets import token_bytes, token_hex
+from typing import Literal
+
+import anyio
+
+from kvpool._options import redact
+from kvpool.cli.text import printable
+from kvpool.config import Config
+from kvpool.errors import KVPoolError
+from kvpool.memory import Buffers
+from kvpool.registry import create_store, parse_url
+from kvpool.store import ABSENT, PRESENT, Results, Status, Store, SupportsDiagnosis
+
+__all__ = ["add_command"]
+
+_VALUES, _VALUE_BYTES = 16, 64 << 10
+_WHAT = f"{_VALUES} values of {_VALUE_BYTES >> 10} KiB"
+_CALL_S, _ALL_S = 15.0, 60.0
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="check that a store can be used, and say what should be changed",
+        description="Open a store, put, find, get and delete a few values, and ask it about its set-up. The exit code "
+        "is 0 if the store can be used.",
+    )
+    command.add_argument("store", metavar="URL", help="such as file:///var/cache/kv or redis://localhost")
+    command.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = Config.load({"store": arguments.store})
+    examination = _Examination(create_store(config.store))
+    print(printable(str(parse_url(arguments.store))))
+    log = logging.getLogger("kvpool")
+    level = log.level
+    log.setLevel(logging.ERROR)  # what a store would warn of when it opens is among its findings
+    try:
+        anyio.run(examination.run, backend=config.event_loop)
+    finally:
+        log.setLevel(level)
+    print("It cannot be used as it is." if examination.failed else "It can be used.")
+    return 1 if examination.failed else 0
+
+
+class _Examination:
+    """Prints what is found as it is found."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.failed = False
+
+    async def run(self) -> None:
+        begin = time.perf_counter()
+        try:
+            with anyio.fail_after(_ALL_S):
+                async with self._store:
+                    self._show("ok", f"opened in {_ms(begin)}")
+                    if not self._store.capabilities.shared:
+                        self._show(
+                            "warn", "private to one process: it serves an engine alone, and only until that ends"
+                        )
+                    await self._round_trip()
+                    if isinstance(self._store, SupportsDiagnosis):
+                        for finding in await self._store.diagnose():
+                            self._show(finding.level, finding.text, finding.advice)
+        except KVPoolError as error:
+            self._show("fail", str(error))
+        except TimeoutError:
+            self._show("fail", f"a call does not end within {_ALL_S:g} s", "see guarded:// in docs/wrappers.md")
+
+    async def _round_trip(self) -> None:
+        """Does the store give back what it was given, and nothing else? Nothing is left behind."""
+        keys = [f"kvpool-doctor/{token_hex(16)}" for _ in range(_VALUES + 1)]  # nothing is put under the last one
+        there = False
+        try:
+            there = await self._put_and_get(keys)
+        finally:
+            with anyio.move_on_after(_CALL_S, shield=True):
+                call = self._store.delete(keys, deadline=_soon())
+                if there:
+                    await self._judged("deleted them", call, [Status.OK] * _VALUES + [Status.ABSENT])
+                else:
+                    await call
+
+    async def _put_and_get(self, keys: Sequence[str]) -> bool:
+        """Whether the values could be put."""
+        values = [bytearray(token_bytes(_VALUE_BYTES)) for _ in range(_VALUES)]
+        found = [bytearray(_VALUE_BYTES) for _ in keys]
+        all_ok = [Status.OK] * _VALUES
+        call = self._store.put(keys[:-1], Buffers.of(*values), deadline=_soon())
+        if not await self._judged(f"put {_WHAT}", call, all_ok):
+            return False
+        begin = time.perf_counter()
+        presence = await self._store.exists(keys, deadline=_soon())
+        if presence.tolist() == [PRESENT] * _VALUES + [ABSENT]:
+            self._show("ok", f"found them in {_ms(begin)}")
+        else:
+            self._show("fail", f"a lookup does not find what was put, and only that: {presence.tolist()}")
+        call = self._store.get_into(keys, Buffers.of(*found), deadline=_soon())
+        if await self._judged("got them", call, [*all_ok, Status.ABSENT]) and found[:-1] != values:
+            self._show("fail", "what came back is not what was put", "see checked:// in docs/wrappers.md")
+        return True
+
+    async def _judged(self, what: str, call: Awaitable[Results], wanted: Sequence[Status]) -> bool:
+        """Show how a call went; whether each key has the status that is ``wanted``."""
+        begin = time.perf_counter()
+        results = await call
+        wrong = [i for i, status in enumerate(wanted) if results.status[i] != status]
+        if not wrong:
+            self._show("ok", f"{what} in {_ms(begin)}")
+            return True
+        i = next((i for i in wrong if i in results.errors), wrong[0])
+        said = results.errors.get(i) or f"{Status(results.status[i]).name} instead of {wanted[i].name}"
+        self._show("fail", f"{what}: not so for {len(wrong)} of {len(wanted)} keys: {said}")
+        return False
+
+    def _show(self, level: Literal["ok", "warn", "fail"], text: str, advice: str = "") -> None:
+        self.failed |= level == "fail"
+        print(f"{level:4}  {printable(redact(text))}")
+        if advice:
+            print(f"      {printable(redact(advice))}")
+
+
+def _soon() -> float:
+    return anyio.current_time() + _CALL_S
+
+
+def _ms(begin: float) -> str:
+    return f"{(time.perf_counter() - begin) * 1e3:.2g} ms"

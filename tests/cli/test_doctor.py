@@ -1,0 +1,175 @@
+"""``kvpool doctor``: what it says of stores that are well, and of each way to be unwell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool.backends import _file_look
+from kvpool.cli import doctor
+from kvpool.cli.main import main
+from tests.redis.server import RedisServer
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    return Said(capsys)
+
+
+class Said:
+    """Runs the doctor; its exit code, and its lines without times."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, url: str) -> tuple[int, list[str]]:
+        code = main(["doctor", url])
+        out, err = self._capsys.readouterr()
+        assert err == ""
+        return code, [re.sub(r" in [\d.e+]+ ms$", "", line) for line in out.splitlines()]
+
+
+WELL = [
+    "ok    opened",
+    "ok    put 16 values of 64 KiB",
+    "ok    found them",
+    "ok    got them",
+    "ok    deleted them",
+]
+
+
+def test_a_store_that_is_well(tmp_path: Path, said: Said) -> None:
+    url = f"file://{tmp_path}/kv?capacity=100MB"
+    code, lines = said(url)
+    assert (code, lines[0], lines[1:6], lines[-1]) == (0, url, WELL, "It can be used.")
+    assert " free of " in lines[6]
+    assert not any("kvpool-doctor" in names for _, _, files in os.walk(tmp_path) for names in files)
+
+
+def test_nothing_is_left_behind(tmp_path: Path, said: Said, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/kv"
+    script = faults(tmp_path, kind="corrupt", op="get")
+    for place in (url, f"kvpool.testing.faults:FaultyStore?store={url}&script={script}"):
+        said(place)
+        assert main(["inspect", url]) == 0
+        assert capsys.readouterr().out.split() == ["in", "all", "0"]
+
+
+def test_a_store_of_one_process(said: Said) -> None:
+    code, lines = said("memory://")
+    assert code == 0
+    assert lines[2].startswith("warn  private to one process")
+
+
+def faults(folder: Path, **fault: str | float) -> Path:
+    path = folder / "faults.json"
+    path.write_text(json.dumps([fault]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "words"),
+    [
+        ("flip", "get", "what came back is not what was put"),
+        ("absent", "put", "a lookup does not find what was put, and only that: [0, 0,"),
+        ("absent", "get", "got them: not so for 16 of 17 keys: ABSENT instead of OK"),
+        ("corrupt", "get", "got them: not so for 17 of 17 keys: "),
+        ("rejected", "put", "put 16 values of 64 KiB: not so for 16 of 16 keys: "),
+        ("absent", "delete", "deleted them: not so for 16 of 17 keys: ABSENT instead of OK"),
+        ("raise", "exists", "on purpose"),
+    ],
+)
+def test_each_way_to_be_wrong_is_named(tmp_path: Path, said: Said, kind: str, op: str, words: str) -> None:
+    script = faults(tmp_path, kind=kind, op=op)
+    code, lines = said(f"kvpool.testing.faults:FaultyStore?store=memory://&script={script}")
+    assert code == 1
+    assert any(line.startswith("fail  ") and words in line for line in lines), lines
+    assert lines[-1] == "It cannot be used as it is."
+
+
+@pytest.mark.parametrize("kind", ["hang", "stuck"])
+def test_a_store_that_does_not_answer(tmp_path: Path, said: Said, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CALL_S", 0.1)
+    monkeypatch.setattr(doctor, "_ALL_S", 0.5)
+    script = faults(tmp_path, kind=kind)
+    code, lines = said(f"kvpool.testing.faults:FaultyStore?store=memory://&script={script}")
+    assert code == 1
+    words = "TIMED_OUT instead of OK" if kind == "hang" else "a call does not end within 0.5 s"
+    assert any(words in line for line in lines), lines
+
+
+def test_a_url_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "memory://?capcity=1"]) == 2
+    assert "did you mean 'capacity'" in capsys.readouterr().err
+
+
+def test_a_directory_that_could_be_better(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "kv"
+    root.mkdir()
+    root.chmod(0o777)
+    _, lines = said(f"file://{root}")
+    assert "warn  without a capacity values are kept until the disk is full" in lines
+    assert "warn  others may write here, and a checksum does not tell whose value it is" in lines
+    assert f"      chmod go-w {root}" in lines
+    _, lines = said(f"file://{root}?capacity=900PiB")
+    assert any(line.startswith("warn  the capacity of ") for line in lines)
+    space = SimpleNamespace(f_frsize=1 << 10, f_blocks=1 << 20, f_bavail=1 << 10, f_files=1000, f_favail=10)
+    monkeypatch.setattr(os, "statvfs", lambda _: space)
+    monkeypatch.setattr(_file_look, "file_system", lambda _: "nfs4")
+    code, lines = said(f"file://{root}?capacity=100MB")
+    assert code == 0
+    assert {
+        "ok    nfs4, 1 MiB free of 1 GiB",
+        "warn  nfs4 may hang when the network does, and a thread in it cannot be interrupted",
+        "warn  only 0.1% of the space is free",
+        "warn  the file system can take only 10 more files",
+    } <= set(lines)
+
+
+def test_the_file_system_of_a_path() -> None:
+    assert _file_look.file_system("/proc/self/fd") == "proc"
+    assert _file_look.file_system("/") != "proc"
+
+
+def test_a_directory_that_cannot_be_used(said: Said) -> None:
+    code, lines = said("file:///proc/nothing")
+    assert code == 1
+    assert (
+        "fail  file store /proc/nothing: No such file or directory; values are computed until it can be used" in lines
+    )
+
+
+def test_a_redis_server(said: Said) -> None:
+    with RedisServer(maxmemory="100mb", maxmemory_policy="allkeys-lru") as server:
+        code, lines = said(server.url)
+        assert (code, lines[1:6]) == (0, WELL)
+        assert any(line.endswith(f"on port {server.port}") for line in lines)
+        assert any(
+            line.endswith("of 100.00M of memory are in use; when it is full, allkeys-lru evicts") for line in lines
+        )
+        server.raw("CONFIG", "SET", "maxmemory", 0)
+        server.raw("ACL", "SETUSER", "kv", "on", ">hush", "~kvpool:*", "+get", "+set", "+touch", "+unlink")
+        code, lines = said(server.url)
+        assert code == 0
+        assert "warn  the server has no maxmemory, so it may take all memory of its machine" in lines
+        code, lines = said(server.url.replace("://", "://kv:hush@"))
+        assert code == 0
+        assert lines[0] == server.url.replace("://", "://kv:***@")
+        assert "ok    this user may not see the server's settings" in lines
+        server.raw("ACL", "SETUSER", "kv", "-set")
+        code, lines = said(server.url.replace("://", "://kv:hush@"))
+        assert code == 1
+        assert any("NOPERM" in line for line in lines)
+    code, lines = said(server.url)
+    assert code == 1
+    assert any(line.startswith("fail  Connection refused") for line in lines)
+
+
+def test_both_tiers_are_looked_at(tmp_path: Path, said: Said) -> None:
+    _, lines = said(f"tiered://?near=guarded://?store=file://{tmp_path}/a&shared=checked://?store=file://{tmp_path}/b")
+    assert sum(" free of " in line for line in lines) == 2
