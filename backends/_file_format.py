@@ -26,6 +26,7 @@ __all__ = [
     "key_of",
     "payload_bytes",
     "place_of",
+    "unchecked_header",
 ]
 
 #: name and format version, payload length, xxh3_64 of the payload, xxh3_128 of the key
@@ -87,6 +88,11 @@ def key_of(directory: str, name: str) -> str | None:
 def header(key: str, pieces: Sequence[memoryview]) -> bytes:
     """The header of a value made of these pieces."""
     return _HEADER.pack(_MAGIC, sum(p.nbytes for p in pieces), _checksum(pieces), _digest(key))
+
+
+def unchecked_header(key: str, nbytes: int) -> bytes:
+    """The header of a payload that nobody has read: it states its length in place of its checksum."""
+    return header(key, [memoryview(b"unchecked" + nbytes.to_bytes(8, "little"))])
 
 
 def payload_bytes(head: bytes | bytearray) -> int:

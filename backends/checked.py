@@ -138,7 +138,7 @@ class CheckedStore(Store):
     async def _header(self, key: str, pieces: Sequence[memoryview]) -> bytes:
         size = sum(p.nbytes for p in pieces)
         if self._checksum == "none":
-            return _unchecked(key, size)
+            return form.unchecked_header(key, size)
         return form.header(key, pieces) if size < _LARGE else await self._threads.run(form.header, key, pieces)
 
     async def _problem(self, key: str, head: bytes, pieces: Sequence[memoryview]) -> str:
@@ -149,7 +149,7 @@ class CheckedStore(Store):
             problem = form.damage(key, head, length, pieces)
         else:
             problem = await self._threads.run(form.damage, key, head, length, pieces)
-        return "" if problem and head == _unchecked(key, size) else problem
+        return "" if problem and head == form.unchecked_header(key, size) else problem
 
     async def _problem_of_length(self, key: str, stored: int, deadline: float) -> str:
         """Whether what is stored in another length than expected is at least whole: then the reader was wrong."""
@@ -170,11 +170,6 @@ class CheckedStore(Store):
 
     def _error(self, key: str, problem: str) -> StoreError:
         return StoreError(f"{self._name}: {key[:100]}: {problem}")
-
-
-def _unchecked(key: str, size: int) -> bytes:
-    """The header of a value that asks for no checksum."""
-    return form.header(key, [memoryview(b"unchecked" + size.to_bytes(8, "little"))])
 
 
 def _with_heads(heads: npt.NDArray[np.uint8], buffers: Buffers) -> Buffers:

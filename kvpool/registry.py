@@ -33,6 +33,7 @@ _BUILTIN: Mapping[str, Mapping[str, str]] = {
     "stores": {
         "memory": "kvpool.backends.memory:MemoryStore",
         "file": "kvpool.backends.file:FileStore",
+        "mooncake": "kvpool.backends.mooncake:MooncakeStore",
         **dict.fromkeys(
             ["redis", "rediss", "redis+unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"],
             "kvpool.backends.redis:RedisStore",

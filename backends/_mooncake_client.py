@@ -1,0 +1,185 @@
+"""Mooncake's own client: how one is set up, asked for a sign of life, put aside and used again.
+
+``setup`` and ``close`` of the native client hold the interpreter lock, so that nothing else runs in the process
+meanwhile. Setting up takes about 0.1 s with a master that answers, so that is asked first. Closing takes about 1 s, so
+a client that gives no memory to the cluster is not closed but put aside: the next store with the same settings uses it
+again, and Mooncake closes what is left when the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio
+import anyio.abc
+
+from kvpool.backends._mooncake_codes import described
+from kvpool.backends._mooncake_url import (
+    Settings,
+    environment_advice,
+    mooncake_was_imported,
+    prepare_environment,
+    settings_advice,
+)
+from kvpool.deadlines import fail_at
+from kvpool.errors import ConfigError, StoreError
+
+__all__ = ["Connected", "Native", "connect", "local_address", "placement_advice", "put_aside"]
+
+#: A request of Mooncake's RPC protocol (coro_rpc) for no function; a master that is alive answers with an error.
+_PING = b"\x15" + bytes(19)
+#: Clients put aside for one set of settings, at most; more are closed.
+_MOST_ASIDE = 4
+
+HINT = (
+    "pip install 'kvpool[mooncake-cpu]' (no GPU), 'kvpool[mooncake]' (CUDA 12) or 'kvpool[mooncake-cuda13]'; "
+    "Debian also needs libibverbs1, libnuma1 and libcurl4"
+)
+
+
+class Native(Protocol):
+    """What a store needs of ``MooncakeDistributedStore``. All calls block, ``close`` with the interpreter lock held."""
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]], config: Any, /
+    ) -> list[int]: ...
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]], /
+    ) -> list[int]: ...
+
+    def get_size(self, key: str) -> int: ...
+
+    def remove(self, key: str, force: bool, /) -> int: ...
+
+    def register_buffer(self, pointer: int, nbytes: int, /) -> int: ...
+
+    def unregister_buffer(self, pointer: int, /) -> int: ...
+
+    def close(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A client that is set up, the ReplicateConfig for its puts, and what is to be said about the settings."""
+
+    native: Native
+    config: Any
+    advice: tuple[str, ...] = ()
+
+
+_aside: dict[tuple[int, str, str], list[Connected]] = {}
+
+
+async def local_address(settings: Settings, deadline: float) -> str:
+    """Ask the master for a sign of life; the address of this machine on the way to it.
+
+    Raises StoreError if there is none before the deadline: then no client may be set up, for that would stop the whole
+    process until Mooncake's own time-outs.
+    """
+    host, port = settings.master
+    place = settings.address
+    try:
+        with fail_at(deadline):
+            async with await anyio.connect_tcp(host, port) as stream:
+                await stream.send(_PING)
+                reply = await stream.receive(1)
+                name: str = stream.extra(anyio.abc.SocketAttribute.local_address)[0]
+    except TimeoutError:
+        raise StoreError(f"the master at {place} does not answer") from None
+    except (OSError, anyio.EndOfStream, anyio.BrokenResourceError) as error:
+        reason = str(error) or "it hung up"
+        raise StoreError(f"no master at {place}: {reason}") from error
+    if reply != _PING[:1]:
+        raise StoreError(f"what answers at {place} is no mooncake_master")
+    return settings.options.host or name
+
+
+def connect(settings: Settings, host: str) -> Connected:
+    """A client, put aside before or set up now; in a thread, because it blocks. Raises ConfigError or StoreError."""
+    kept = _aside.get((os.getpid(), host, repr(settings)))
+    return kept.pop() if kept else _set_up(settings, host)
+
+
+def put_aside(connected: Connected, settings: Settings, host: str) -> bool:
+    """Keep a client at rest for the next store with these settings. False: close it instead."""
+    kept = _aside.setdefault((os.getpid(), host, repr(settings)), [])
+    if int(settings.options.segment) or len(kept) >= _MOST_ASIDE:
+        return False
+    kept.append(connected)
+    return True
+
+
+def _set_up(settings: Settings, host: str) -> Connected:
+    options = settings.options
+    before, too_late = dict(os.environ), mooncake_was_imported()
+    wanted = prepare_environment(settings, host)
+    try:
+        module: Any = importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise ConfigError(f"a mooncake store needs Mooncake's client: {error}; {HINT}") from error
+    config = _config(module, settings)
+    advice = (
+        *environment_advice(wanted, before, too_late=too_late),
+        *settings_advice(settings, config),
+    )
+    native = module.MooncakeDistributedStore()
+    # Never freed by Python: freeing closes it, which would hang in a forked child and stop everybody in this process.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+    given: list[Any] = [
+        host,
+        options.metadata,
+        int(options.segment),
+        int(options.local_buffer),
+        options.protocol,
+        options.device,
+        settings.address,
+    ]
+    code: int = native.setup(*given, tenant_id=options.tenant) if options.tenant else native.setup(*given)
+    if code:
+        raise StoreError(f"setting up a client of the master at {settings.address} failed: {described(code)}")
+    return Connected(native, config, advice)
+
+
+def _config(module: Any, settings: Settings) -> Any:
+    """The ReplicateConfig of these settings, as far as the installed version knows them."""
+    options = settings.options
+    config = module.ReplicateConfig()
+    config.replica_num = options.replicas
+    if options.preferred_segment and hasattr(config, "preferred_segment"):
+        config.preferred_segment = options.preferred_segment
+    if options.soft_pin and hasattr(config, "soft_pin_action"):
+        config.soft_pin_action = module.SoftPinAction.ENABLE
+    elif options.soft_pin and hasattr(config, "with_soft_pin"):
+        config.with_soft_pin = True
+    return config
+
+
+def placement_advice(native: Any, config: Any, settings: Settings, key: str, pointer: int) -> list[str]:
+    """Whether replicas and preferred segment are what was asked for; tried with one byte, which is removed."""
+    options = settings.options
+    if options.replicas == 1 and not options.preferred_segment:
+        return []
+    try:
+        if native.batch_put_from_multi_buffers([key], [[pointer]], [[1]], config)[:1] != [0]:
+            return []  # full, or nobody gives memory yet: puts will tell
+        copies: Sequence[Any] = native.get_replica_desc(key)
+        native.remove(key, False)
+        places = {copy.get_memory_descriptor().buffer_descriptor.transport_endpoint for copy in copies}
+    except AttributeError:
+        return []
+    advice = []
+    if len(copies) < options.replicas:
+        advice.append(f"replicas={options.replicas}: Mooncake made {len(copies)}; more need as many segments")
+    # A segment is named by another port of its host than the one that is told here.
+    wanted = options.preferred_segment.rpartition(":")[0] or options.preferred_segment
+    if wanted and wanted not in {place.rpartition(":")[0] for place in places}:
+        advice.append(f"preferred_segment={options.preferred_segment} is ignored: values go to {', '.join(places)}")
+    return advice

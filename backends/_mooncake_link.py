@@ -1,0 +1,331 @@
+"""The store's way to Mooncake: one client at a time, made when it can be and replaced when it hangs.
+
+``new`` -> ``connecting`` -> ``ready`` -> (``connecting`` -> ``ready``)* -> ``closed``. Native calls are made only in
+``ready``, on the client of the moment. One whose call does not come back is left alone for good, with its threads and
+the memory that it may still touch, and the next one is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeAlias
+
+import anyio
+import anyio.abc
+
+from kvpool.backends._breaker import Breaker
+from kvpool.backends._mooncake_client import Connected, connect, local_address, placement_advice, put_aside
+from kvpool.backends._mooncake_codes import CLIENT_FAILED, Meaning, described, meaning_of
+from kvpool.backends._mooncake_threads import NativeThreads
+from kvpool.backends._mooncake_url import Settings
+from kvpool.deadlines import move_on_at
+from kvpool.errors import StoreClosed, StoreError
+from kvpool.memory import Region
+from kvpool.staging import Lease, Staging
+
+__all__ = ["Client", "Connect", "Link"]
+
+logger = logging.getLogger(__name__)
+
+#: Makes a native client: settings, this machine's address.
+Connect: TypeAlias = Callable[[Settings, str], Connected]
+State = Literal["new", "connecting", "ready", "closed"]
+
+PROBE_THREADS = 2
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two attempts to connect
+CLOSE_S = 2.0  # for calls that were left behind to come back, before a client is given up
+DOUBTS = 3  # failed probes in a row of a master that is alive: it is the client that is broken
+PLACEMENT_BYTES = 64
+MOST_HUNG = 8  # clients given up in one process; each keeps about 30 threads
+
+_hung: list[Client] = []
+
+
+class Client:
+    """One native client and what its calls use. ``arena``: registered memory for values on their way."""
+
+    def __init__(self, connected: Connected, host: str, settings: Settings, name: str) -> None:
+        self.native = connected.native
+        self.config = connected.config
+        self.connected = connected
+        self.host = host
+        self.arena = Staging(int(settings.options.buffer))
+        self.transfers = NativeThreads(settings.options.threads, f"{name} transfer")
+        self.probes = NativeThreads(PROBE_THREADS, f"{name} probe")
+        self.regions: dict[tuple[int, int], Region] = {}
+
+    def register(self, region: Region) -> None:
+        """Let the client use this memory; in a thread. Raises StoreError."""
+        span = region.address, region.nbytes
+        if span in self.regions or not region.nbytes:
+            return
+        code = self.native.register_buffer(*span)
+        if code:
+            raise StoreError(f"{region.nbytes} bytes of memory could not be registered: {described(code)}")
+        self.regions[span] = region
+
+    def unregister_all(self) -> list[int]:
+        codes = [self.native.unregister_buffer(address) for address, _ in self.regions]
+        self.regions.clear()
+        return codes
+
+    def covers(self, region: Region) -> bool:
+        """Whether all of this memory is registered."""
+        end = region.address + region.nbytes
+        return any(address <= region.address and end <= address + nbytes for address, nbytes in self.regions)
+
+    def stop(self) -> None:
+        self.transfers.stop()
+        self.probes.stop()
+
+
+class Link:
+    """``name``: of the store, for messages. ``connect``: what tests replace."""
+
+    def __init__(self, settings: Settings, name: str, connect: Connect = connect) -> None:
+        self.settings = settings
+        self.state: State = "new"
+        self.trouble = "there was no time to connect yet"
+        self.regions: list[Region] = []  # to be registered with every client
+        self.breaker = _breaker()
+        self.replaced = 0  #: clients given up
+        self._name = name
+        self._connect = connect
+        self._client: Client | None = None
+        self._pid = os.getpid()
+        self._doubts = 0
+        self._changed = anyio.Event()
+        self._said: set[str] = set()
+
+    # ---- life
+
+    async def open(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Connect, or go on trying in ``tasks``. Raises ConfigError if Mooncake cannot be used here at all."""
+        self._pid = os.getpid()
+        self.state = "connecting"
+        try:
+            await self._attempt()
+        except StoreError as error:
+            logger.warning("%s: %s; values are computed until it can be used", self._name, error)
+        tasks.start_soon(self._keep)
+
+    async def close(self) -> None:
+        """Give the client back. One whose calls do not come back is left as it is, with their memory."""
+        client, self._client, self.state = self._client, None, "closed"
+        if client is None:
+            return
+        with anyio.CancelScope(shield=True):
+            with move_on_at(anyio.current_time() + CLOSE_S):
+                for call in (*client.transfers.running, *client.probes.running):
+                    await call.ended.wait()
+            if client.transfers.running or client.probes.running:
+                self._leave(client)
+                return
+            await (await client.probes.start(client.unregister_all)).wait_through()
+            if not put_aside(client.connected, self.settings, client.host):
+                await (await client.probes.start(lambda: [client.native.close()])).wait_through()
+            client.stop()
+            client.arena.close()
+
+    async def _keep(self) -> None:
+        """Connect when there is no client; give up one that hangs."""
+        pause = FIRST_PAUSE_S
+        while True:
+            if self._client is None:
+                await anyio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                try:
+                    await self._attempt()
+                except Exception as error:
+                    self._say(f"{error}; values are computed until it can be used")
+                else:
+                    logger.info("%s: connected", self._name)
+            else:
+                pause = FIRST_PAUSE_S if not self.replaced else min(2.0**self.replaced, LONGEST_PAUSE_S)
+                limit = self.settings.options.hang_s
+                with move_on_at(anyio.current_time() + min(1.0, limit / 4)):
+                    await self._changed.wait()
+                client = self._client
+                if client is not None and max(client.transfers.oldest(), client.probes.oldest()) > limit:
+                    self._replace(client, f"a call has not come back for {limit:g} s")
+
+    async def _attempt(self) -> None:
+        """One attempt to connect. Raises StoreError, or ConfigError if Mooncake is not installed."""
+        try:
+            if len(_hung) >= MOST_HUNG:
+                raise StoreError(f"{MOST_HUNG} clients of this process hang; it must be restarted to use Mooncake")
+            limit = anyio.current_time() + self.settings.options.timeout_s
+            host = await local_address(self.settings, limit)
+            threads = NativeThreads(1, f"{self._name} setup")
+            call = await threads.start(partial(self._connect, self.settings, host))
+            threads.stop()
+            await call.wait_through()
+            client = Client(call.result(), host, self.settings, self._name)
+            try:
+                await self._prepare(client)
+            except BaseException:
+                self._leave(client)
+                raise
+        except StoreError as error:
+            self.trouble = str(error)
+            raise
+        self.breaker = _breaker()
+        self._doubts = 0
+        self._client, self.state = client, "ready"
+
+    async def _prepare(self, client: Client) -> None:
+        """Register memory, and see what Mooncake makes of the settings."""
+        lease = await client.arena.acquire(PLACEMENT_BYTES)
+        advice = list(client.connected.advice)
+
+        def prepare() -> list[int]:
+            for region in (lease.region, *self.regions):
+                client.register(region)
+            key = f"{self.settings.options.prefix}placement/{os.urandom(8).hex()}"
+            advice.extend(placement_advice(client.native, client.config, self.settings, key, _address(lease)))
+            return []
+
+        call = await client.probes.start(prepare, lease.release)
+        if not await call.wait(anyio.current_time() + self.settings.options.timeout_s):
+            raise StoreError("the first call of a new client did not come back in time")
+        call.result()
+        for text in advice:
+            self._say(text)
+
+    def _replace(self, client: Client, reason: str) -> None:
+        if client is self._client:
+            self._client, self.state, self.trouble = None, "connecting", reason
+            self.replaced += 1
+            logger.warning("%s: %s; its client is given up and a new one made", self._name, reason)
+            self._leave(client)
+            self._changed.set()
+            self._changed = anyio.Event()
+
+    @staticmethod
+    def _leave(client: Client) -> None:
+        """Leave a client alone for good: it cannot be closed, for its calls would meet freed memory."""
+        client.stop()
+        _hung.append(client)
+
+    # ---- use
+
+    def client(self) -> Client:
+        """The client of the moment. Raises StoreError if there is none, StoreClosed in a forked child."""
+        if os.getpid() != self._pid:
+            raise StoreClosed(f"{self._name} was opened in another process; a forked child must open its own")
+        if self._client is None:
+            raise StoreError(f"{self._name}: {self.trouble}")
+        return self._client
+
+    async def register(self, regions: Sequence[Region]) -> None:
+        """Have this memory registered with this client and those to come. Raises StoreError."""
+        client = self.client()
+
+        def register() -> list[int]:
+            for region in regions:
+                client.register(region)
+            return []
+
+        call = await client.probes.start(register)
+        await call.wait_through()
+        call.result()
+        self.regions += regions
+
+    async def ask(
+        self,
+        client: Client,
+        threads: NativeThreads,
+        fn: Callable[[], list[int]],
+        n: int,
+        deadline: float,
+        lease: Lease | None = None,
+        *,
+        through: bool = False,
+    ) -> list[int] | None:
+        """The codes that ``fn`` gives for ``n`` keys, from a thread; None if it was late.
+
+        If codes are returned, ``lease`` is the caller's again; in every other case the last of both, call and caller,
+        has released it or will. ``through``: the call uses the caller's memory, so it is waited for whatever happens.
+        Raises StoreError if the store is not to be asked now.
+        """
+        left = False
+
+        def then() -> None:
+            if left and lease is not None:
+                lease.release()
+
+        good: bool | None = None
+        call = None
+        returned = False
+        try:
+            ticket = await self._admitted(deadline)
+            try:
+                with move_on_at(deadline):
+                    call = await threads.start(fn, then)
+                if call is None:
+                    return None
+                if through:
+                    await call.wait_through()
+                elif not await call.wait(deadline):
+                    good = False
+                    return None
+                codes = call.result()
+                if len(codes) != n:
+                    codes = [CLIENT_FAILED] * n
+                good = not n or any(c != CLIENT_FAILED and meaning_of(c) is not Meaning.UNREACHABLE for c in codes)
+                returned = True
+                return codes
+            finally:
+                self._settle(client, ticket, good)
+        finally:
+            if call is not None and not call.ended.is_set():
+                left = True
+            elif not returned and lease is not None:
+                lease.release()
+
+    async def _admitted(self, deadline: float) -> int:
+        """The breaker's ticket. Before a probe the master is asked for a sign of life, which costs no thread."""
+        now = anyio.current_time()
+        probe = self.breaker.state(now) == "half-open"
+        ticket = self.breaker.admit(now, now + self.settings.options.hang_s)
+        if ticket is None:
+            raise StoreError(f"{self._name}: not asked, it kept failing")
+        if probe:
+            try:
+                await local_address(self.settings, min(deadline, now + self.settings.options.timeout_s))
+            except BaseException as error:
+                self.breaker.settle(ticket, anyio.current_time(), False if isinstance(error, StoreError) else None)
+                raise
+        return ticket
+
+    def _settle(self, client: Client, ticket: int, good: bool | None) -> None:
+        now = anyio.current_time()
+        before = self.breaker.state(now)
+        self.breaker.settle(ticket, now, good)
+        after = self.breaker.state(now)
+        if good:
+            self._doubts = 0
+            if before != "closed":
+                logger.info("%s: answers again", self._name)
+        elif good is False and before == "half-open":
+            self._doubts += 1  # the master gave a sign of life just now
+            if self._doubts >= DOUBTS:
+                self._replace(client, "its calls fail though the master answers")
+        elif before == "closed" and after != "closed":
+            logger.warning("%s: keeps failing, it is left alone for a while", self._name)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s: %s", self._name, text)
+
+
+def _breaker() -> Breaker:
+    return Breaker(failures=3, cooldown_s=0.5, max_cooldown_s=8.0)
+
+
+def _address(lease: Lease) -> int:
+    return lease.region.address + lease.offset

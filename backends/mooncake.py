@@ -1,0 +1,389 @@
+"""MooncakeStore: values in the memory of a Mooncake cluster, shared by every engine that knows its master.
+
+A value is a header (length, checksum, digest of the key) and the payload, so whatever is torn, half-written, another
+key's or not kvpool's is a miss. Mooncake's client blocks, cannot be cancelled, and crashes on what it does not expect:
+its calls run in threads of their own, on memory that stays until they have come back, and get nothing unchecked.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import ClassVar, Self, TypeAlias
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+import numpy as np
+
+from kvpool.backends._breaker import Breaker
+from kvpool.backends._file_format import HEADER_BYTES, BadKey, check_key
+from kvpool.backends._lifecycle import Lifecycle
+from kvpool.backends._mooncake_batch import batches, rounds
+from kvpool.backends._mooncake_client import connect
+from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
+from kvpool.backends._mooncake_keys import KeyMemory
+from kvpool.backends._mooncake_link import Connect, Link
+from kvpool.backends._mooncake_moves import BATCH_BYTES, BATCH_PIECES, BATCH_VALUES, Moves
+from kvpool.backends._mooncake_url import settings_of
+from kvpool.deadlines import move_on_at
+from kvpool.errors import StoreClosed, StoreError, WrongLength
+from kvpool.memory import Buffers, Region
+from kvpool.registry import URL, parse_url
+from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
+
+__all__ = ["MooncakeStore"]
+
+logger = logging.getLogger(__name__)
+
+PROBED_KEYS = 4096  # in one native call
+REMOVE_S = 30.0  # how long it is tried to remove a value that somebody has a lease on
+REMOVE_PAUSES_S = 0.02, 0.5  # the first pause between two attempts; each is twice as long, up to the second
+
+_Move: TypeAlias = Callable[[Sequence[str], list[int], Buffers, Results, float], Awaitable[None]]
+
+
+class MooncakeStore(Store):
+    """Values in a Mooncake cluster. ``url``: see docs/mooncake.md. ``connect``: makes the native client.
+
+    A master that cannot be reached makes keys FAILED (UNKNOWN for ``exists``) until it can; a full cluster makes puts
+    REJECTED for a while. A value that another process reads cannot be removed: :meth:`delete` waits for that.
+    """
+
+    scheme: ClassVar[str] = "mooncake"
+
+    def __init__(self, url: str | URL, *, connect: Connect = connect) -> None:
+        settings = settings_of(parse_url(url))
+        options = settings.options
+        self._name = f"mooncake store {settings.address}"
+        self._settings = settings
+        self._prefix = options.prefix
+        self.capabilities = Capabilities(
+            shared=True, zero_copy=settings.zero_copy, ttl=False, max_value_bytes=settings.max_value
+        )
+        self._life = Lifecycle(self._name)
+        self._link = Link(settings, self._name, connect)
+        self._moves = Moves(
+            self._link, protocol=options.protocol, zero_copy=settings.zero_copy, checksum=options.checksum
+        )
+        self._calls: set[anyio.CancelScope] = set()
+        self._present = KeyMemory(options.presence_cache_s)
+        self._failed = KeyMemory(options.failed_key_s)
+        self._healing: dict[str, anyio.Event] = {}
+        self._pressure = Breaker(failures=1, cooldown_s=0.25, max_cooldown_s=4.0)
+        self._tasks: anyio.abc.TaskGroup
+
+    @classmethod
+    def from_url(cls, url: URL) -> Self:
+        """``mooncake://master[:port]?option=value``."""
+        return cls(url)
+
+    async def __aenter__(self) -> Self:
+        self._life.open()
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        try:
+            await self._link.open(self._tasks)
+        except BaseException:
+            self._tasks.cancel_scope.cancel()
+            await self._tasks.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for scope in list(self._calls):
+            scope.cancel()
+        await self._life.close()
+        self._tasks.cancel_scope.cancel()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            await self._link.close()
+
+    async def register(self, regions: Sequence[Region]) -> None:
+        """Let values move straight from and to this memory, which must stay until the store is closed."""
+        for region in regions:
+            _ = region.view  # memory of a device cannot be proven, so it is refused
+        with self._call():
+            await self._link.register(regions)
+
+    # ---- the contract
+
+    async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
+        found = np.full(len(keys), UNKNOWN, np.uint8)
+        with self._call():
+            await anyio.lowlevel.checkpoint()
+            now = anyio.current_time()
+            if deadline <= now:
+                return found
+            good = self._good(keys)
+            found[self._present.among(keys, now)] = PRESENT
+            found[self._failed.among(keys, now)] = ABSENT
+            found[[i for i in good if keys[i] in self._healing]] = ABSENT
+            wanted = [i for i in good if found[i] == UNKNOWN]
+            for at in range(0, len(wanted), PROBED_KEYS):
+                part = wanted[at : at + PROBED_KEYS]
+                names = self._names(keys, part)
+                try:
+                    client = self._link.client()
+                    codes = await self._link.ask(
+                        client,
+                        client.probes,
+                        lambda: client.native.batch_is_exist(names),  # noqa: B023
+                        len(part),
+                        deadline,
+                    )
+                except StoreError as error:
+                    logger.debug("%s", error)
+                    break
+                if codes is None:
+                    break
+                answer = np.array(codes)
+                found[part] = np.where(answer < 0, UNKNOWN, np.where(answer > 0, PRESENT, ABSENT))
+                self._present.add((keys[i] for i, code in zip(part, codes, strict=True) if code > 0), now)
+        return found
+
+    async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+        results = Results.empty(len(keys), Status.TIMED_OUT)
+        check_batch(keys, into)
+        with self._call():
+            good = await self._begun(keys, into, results, deadline)
+            for i in [i for i in good if into.nbytes[i] > self._settings.max_value]:
+                error = self._error(keys[i], f"{into.nbytes[i]} bytes are more than any value; buffer= sets the limit")
+                results.set(i, Status.FAILED, error=error)
+                good.remove(i)
+            for rows in rounds(keys, good):
+                await self._each(keys, rows, into, results, deadline, self._get)
+        return results
+
+    async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
+        results = Results.empty(len(keys), Status.TIMED_OUT)
+        check_batch(keys, source)
+        with self._call():
+            good = await self._begun(keys, source, results, deadline)
+            limit = self._settings.max_value
+            for i in [i for i in good if source.nbytes[i] > limit]:
+                error = self._error(keys[i], f"{source.nbytes[i]} bytes are more than {limit}; buffer= sets the limit")
+                results.set(i, Status.REJECTED, error=error)
+                good.remove(i)
+            first, *again = rounds(keys, good) or [[]]
+            healing = [i for i in first if keys[i] in self._healing]
+            await self._each(
+                keys, [i for i in first if keys[i] not in self._healing], source, results, deadline, self._put
+            )
+            for i in healing:
+                with move_on_at(deadline):
+                    if (healed := self._healing.get(keys[i])) is not None:
+                        await healed.wait()
+            await self._each(keys, healing, source, results, deadline, self._put)
+            # Of equal keys in a batch the first is the one that counts.
+            status = {keys[i]: int(results.status[i]) for i in first}
+            for i in (i for rows in again for i in rows):
+                results.status[i] = status[keys[i]]
+        return results
+
+    async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
+        results = Results.empty(len(keys), Status.TIMED_OUT)
+        with self._call():
+            left = await self._begun(keys, None, results, deadline)
+            self._present.discard(keys)
+            give_up = anyio.current_time() + REMOVE_S
+            pause, longest = REMOVE_PAUSES_S
+            while left and (now := anyio.current_time()) < deadline:
+                try:
+                    codes = await self._remove(self._names(keys, left), deadline)
+                except StoreError as error:
+                    self._fail(results, left, error)
+                    break
+                if codes is None:
+                    break
+                busy = []
+                for i, code in zip(left, codes, strict=True):
+                    meaning = meaning_of(code)
+                    if meaning is Meaning.RETRY and now < give_up:
+                        busy.append(i)
+                    elif meaning in (Meaning.OK, Meaning.ABSENT):
+                        results.set(i, Status.OK if meaning is Meaning.OK else Status.ABSENT)
+                    else:
+                        results.set(i, Status.FAILED, error=self._error(keys[i], described(code)))
+                left = busy
+                if left:  # somebody reads them, or has asked for them: their lease ends by itself
+                    await anyio.sleep_until(min(deadline, now + pause))
+                    pause = min(2 * pause, longest)
+        return results
+
+    # ---- one batch
+
+    async def _begun(
+        self, keys: Sequence[str], buffers: Buffers | None, results: Results, deadline: float
+    ) -> list[int]:
+        """The keys to work on: what is no key is FAILED, nothing is left if the deadline has passed."""
+        for region in buffers.regions if buffers is not None else ():
+            _ = region.view  # memory of a device is refused before anything is sent
+        await anyio.lowlevel.checkpoint()
+        return self._good(keys, results) if anyio.current_time() < deadline else []
+
+    async def _each(
+        self, keys: Sequence[str], rows: list[int], buffers: Buffers, results: Results, deadline: float, move: _Move
+    ) -> None:
+        """Move these keys, none twice, in batches; what is not done by the deadline stays TIMED_OUT."""
+        if not rows:
+            return
+        pieces = max(1, buffers.sizes.shape[1])
+        most = max(1, min(BATCH_VALUES, BATCH_PIECES // (pieces + 1)))
+        limit = min(BATCH_BYTES, self._settings.max_value)
+        for part in batches(buffers.nbytes[rows], limit, most):
+            if anyio.current_time() >= deadline:
+                break
+            try:
+                await move(keys, rows[part], buffers, results, deadline)
+            except StoreClosed:
+                raise
+            except StoreError as error:
+                self._fail(results, rows[part], error)
+
+    async def _get(
+        self, keys: Sequence[str], rows: list[int], into: Buffers, results: Results, deadline: float, again: bool = True
+    ) -> None:
+        client = self._link.client()
+        part = into.select(rows)
+        names, wanted = self._names(keys, rows), [keys[i] for i in rows]
+        moved = await self._moves.get(client, wanted, names, part, deadline)
+        if moved.codes is None:
+            return
+        retry = []
+        for j, (i, code) in enumerate(zip(rows, moved.codes, strict=True)):
+            meaning = meaning_of(code)
+            if j in moved.damaged:
+                self._damaged(keys[i], i, moved.damaged[j], results)
+            elif j in moved.wrong:
+                problem = await self._moves.problem_of_length(client, keys[i], names[j], moved.wrong[j], deadline)
+                if problem:
+                    self._damaged(keys[i], i, problem, results)
+                else:
+                    error = WrongLength(moved.wrong[j] - HEADER_BYTES, int(into.nbytes[i]))
+                    results.set(i, Status.CORRUPT, error=error)
+            elif meaning is Meaning.OK:
+                results.set(i, Status.OK, int(into.nbytes[i]))
+            elif meaning is Meaning.ABSENT:
+                results.set(i, Status.ABSENT)
+            elif meaning is Meaning.RETRY and again:
+                retry.append(i)
+            else:
+                self._fail(results, [i], self._error(keys[i], described(code)))
+        gone = [keys[i] for i in rows if results.status[i] in (Status.ABSENT, Status.FAILED)]
+        self._present.discard(gone)
+        self._failed.add((keys[i] for i in rows if results.status[i] == Status.FAILED), anyio.current_time())
+        self._failed.discard(keys[i] for i in rows if results.ok[i])
+        if retry and anyio.current_time() < deadline:
+            await self._get(keys, retry, into, results, deadline, again=False)
+
+    async def _put(
+        self, keys: Sequence[str], rows: list[int], source: Buffers, results: Results, deadline: float
+    ) -> None:
+        client = self._link.client()
+        now = anyio.current_time()
+        ticket = self._pressure.admit(now, now + self._settings.options.hang_s)
+        if ticket is None:
+            results.status[rows] = Status.REJECTED
+            results.errors[rows[0]] = StoreError(f"{self._name}: it is full; puts are paused")
+            return
+        room: bool | None = None
+        try:
+            names = self._names(keys, rows)
+            moved = await self._moves.put(client, [keys[i] for i in rows], names, source.select(rows), deadline)
+            if moved.codes is None:
+                return
+            room = True
+            for i, code in zip(rows, moved.codes, strict=True):
+                meaning = meaning_of(code)
+                if meaning is Meaning.OK:
+                    results.set(i, Status.OK, int(source.nbytes[i]))
+                elif meaning is Meaning.PRESSURE:
+                    room = False
+                    results.set(i, Status.REJECTED, error=self._error(keys[i], described(code)))
+                else:
+                    self._fail(results, [i], self._error(keys[i], described(code)))
+            self._failed.discard(keys[i] for i in rows if results.ok[i])
+        finally:
+            self._pressure.settle(ticket, anyio.current_time(), room)
+
+    async def _remove(self, names: list[str], deadline: float) -> list[int] | None:
+        """One attempt, never forced: whoever reads a value would get torn bytes."""
+        client = self._link.client()
+        native = client.native
+        return await self._link.ask(
+            client, client.probes, lambda: [native.remove(name, False) for name in names], len(names), deadline
+        )
+
+    # ---- what is damaged
+
+    def _damaged(self, key: str, i: int, problem: str, results: Results) -> None:
+        """Make room for a good value: Mooncake's put would leave the bad one."""
+        results.set(i, Status.CORRUPT, error=self._error(key, problem))
+        self._present.discard([key])
+        if key not in self._healing:
+            self._healing[key] = anyio.Event()
+            self._tasks.start_soon(self._heal, key)
+
+    async def _heal(self, key: str) -> None:
+        """Remove a damaged value as soon as nobody holds a lease on it. Until then the key counts as absent."""
+        try:
+            give_up = anyio.current_time() + REMOVE_S
+            pause, longest = REMOVE_PAUSES_S
+            while anyio.current_time() < give_up:
+                try:
+                    codes = await self._remove([self._prefix + key], give_up)
+                except StoreError:
+                    codes = None
+                if codes and meaning_of(codes[0]) in (Meaning.OK, Meaning.ABSENT):
+                    return
+                await anyio.sleep(pause)
+                pause = min(2 * pause, longest)
+            logger.warning("%s: the damaged value of %s could not be removed", self._name, key[:100])
+            self._failed.add([key], anyio.current_time())
+        finally:
+            self._healing.pop(key).set()
+
+    # ---- small things
+
+    def _good(self, keys: Sequence[str], results: Results | None = None) -> list[int]:
+        """The indices of what is a key by the contract."""
+        good = []
+        for i, key in enumerate(keys):
+            try:
+                check_key(key)
+            except BadKey as error:
+                if results is not None:
+                    results.set(i, Status.FAILED, error=StoreError(f"{self._name}: {error}"))
+            else:
+                good.append(i)
+        return good
+
+    def _names(self, keys: Sequence[str], rows: Sequence[int]) -> list[str]:
+        return [self._prefix + keys[i] for i in rows]
+
+    def _fail(self, results: Results, rows: Sequence[int], error: StoreError) -> None:
+        results.status[rows] = Status.FAILED
+        results.errors[rows[0]] = error
+
+    def _error(self, key: str, text: str) -> StoreError:
+        return StoreError(f"{self._name}: {key[:100]}: {text}")
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call in flight; closing cuts it off, and then it raises StoreClosed."""
+        with self._life.call():
+            with anyio.CancelScope() as scope:
+                self._calls.add(scope)
+                try:
+                    yield
+                finally:
+                    self._calls.discard(scope)
+            if scope.cancelled_caught:
+                self._life.check()
