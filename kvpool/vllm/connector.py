@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -24,6 +23,7 @@ from kvpool.keys import Namespace
 from kvpool.pool import epoch_of
 from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
+from kvpool.vllm._versions import KVConnectorTransferResults, say_version
 from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
 from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_random_seed
@@ -74,10 +74,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             )
         transport = {"url": self._config.transport or _private_url(vllm_config), "codec": self._config.codec}
         create_transport(transport)
-        self._work: StepWork | None = None
+        self._step: StepWork | None = None
+        self._handed_over = False
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            say_version()
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
                     "kvpool: kv_load_failure_policy is %r, so a request whose load fails ends with an error. "
@@ -158,7 +160,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepWork)
-        self._work = connector_metadata
+        self._step, self._handed_over = connector_metadata, False
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads are asynchronous; they start with the step's saves, after the forward pass."""
@@ -172,13 +174,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        if self._work is not None:
-            self._worker.submit(self._work)
+        """Comes after the forward pass, and after the draft model's, so the blocks are whole."""
+        if self._step is not None and not self._handed_over:
+            self._handed_over = True
+            self._worker.submit(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._work is not None:
-            self._worker.collect(self._work)
-            self._work = None
+        if self._step is not None:
+            if self._step.idle:  # without a forward pass vLLM 0.30 does not call wait_for_save
+                self.wait_for_save()
+            self._worker.collect(self._step)
         return KVConnectorTransferResults(
             finished_recving=self._worker.take_received(), failed_recving=self._worker.take_failed()
         )

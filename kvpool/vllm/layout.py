@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from kvpool.keys import Fact
 from kvpool.memory import BlockLayout, Region
 from kvpool.ranks import Parallel
 from kvpool.spec import CacheGroup, CacheSpec, Kind
+from kvpool.vllm._versions import hash_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +52,7 @@ def cache_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Cache
         raise UnsupportedError("kvpool cannot serve this engine: " + "; ".join(reasons))
     return CacheSpec(
         tuple(groups),
-        kv_cache_config.hash_block_size or math.gcd(*(g.block_size for g in groups)),
+        hash_block_size(vllm_config, kv_cache_config),
         retention_interval=kv_cache_config.prefix_cache_retention_interval,
         parallel=parallel,
     )

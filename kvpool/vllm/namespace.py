@@ -16,6 +16,7 @@ import xxhash
 from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.keys import Fact
+from kvpool.vllm._versions import hash_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +51,7 @@ def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config:
         "groups": [f"{type(g.kv_cache_spec).__name__} {g.kv_cache_spec}" for g in kv_cache_config.kv_cache_groups],
         "layers": [list(g.layer_names) for g in kv_cache_config.kv_cache_groups],
         "layout": str(kv_cache_config.kv_cache_layout),
-        "hash_block_size": kv_cache_config.hash_block_size,
+        "hash_block_size": hash_block_size(vllm_config, kv_cache_config),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "tenant": config.tenant,
