@@ -221,8 +221,11 @@ class Link:
         return self._client
 
     async def register(self, regions: Sequence[Region]) -> None:
-        """Have this memory registered with this client and those to come. Raises StoreError."""
-        client = self.client()
+        """Have this memory registered with this client, if there is one, and those to come. Raises StoreError."""
+        client = self._client
+        if client is None:
+            self.regions += regions
+            return
 
         def register() -> list[int]:
             for region in regions:

@@ -204,7 +204,7 @@ def _prove(
 def _with_heads(lease: Lease, buffers: Buffers) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses and sizes with one more piece in front of each value."""
     first = _address(lease)
-    pointers, sizes = buffers.addresses.tolist(), buffers.sizes.tolist()
+    pointers, sizes = buffers.lists
     return (
         [[first + i * HEADER_BYTES, *row] for i, row in enumerate(pointers)],
         [[HEADER_BYTES, *row] for row in sizes],

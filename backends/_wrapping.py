@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvpool.errors import ConfigError
 from kvpool.memory import Buffers, Region
 from kvpool.registry import URL
-from kvpool.store import Results, Status, Store, SupportsClear, SupportsDiagnosis, SupportsScan
+from kvpool.store import Results, Status, Store, SupportsClear, SupportsDiagnosis, SupportsRegister, SupportsScan
 
 __all__ = [
     "GRACE_S",
@@ -50,6 +50,8 @@ def pass_on_powers(wrapper: Store, inner: Store) -> None:
     for name, power in (("scan", SupportsScan), ("clear", SupportsClear), ("diagnose", SupportsDiagnosis)):
         if isinstance(inner, power) and not hasattr(type(wrapper), name):
             setattr(wrapper, name, getattr(inner, name))
+    if wrapper.capabilities.zero_copy and isinstance(inner, SupportsRegister):
+        setattr(wrapper, "register", inner.register)  # noqa: B010  # an attribute that the class does not have
 
 
 def pick(keys: Sequence[str], rows: Rows) -> Sequence[str]:

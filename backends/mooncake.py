@@ -251,7 +251,7 @@ class MooncakeStore(Store):
         self, keys: Sequence[str], rows: list[int], into: Buffers, results: Results, deadline: float, again: bool = True
     ) -> None:
         client = self._link.client()
-        part = into.select(rows)
+        part = into if len(rows) == len(into) else into.select(rows)
         names, wanted = self._names(keys, rows), [keys[i] for i in rows]
         moved = await self._moves.get(client, wanted, names, part, deadline)
         if moved.codes is None:
@@ -296,7 +296,8 @@ class MooncakeStore(Store):
         room: bool | None = None
         try:
             names = self._names(keys, rows)
-            moved = await self._moves.put(client, [keys[i] for i in rows], names, source.select(rows), deadline)
+            part = source if len(rows) == len(source) else source.select(rows)
+            moved = await self._moves.put(client, [keys[i] for i in rows], names, part, deadline)
             if moved.codes is None:
                 return
             room = True

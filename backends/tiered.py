@@ -162,9 +162,7 @@ class TieredStore(Store):
     def _describe(self) -> None:
         """What the tiers can do is known for sure once they are open."""
         near, shared = self.near.capabilities, self.shared.capabilities
-        self.capabilities = replace(
-            shared, zero_copy=shared.zero_copy and near.zero_copy, loops=shared.loops & near.loops
-        )
+        self.capabilities = replace(shared, zero_copy=False, loops=shared.loops & near.loops)
         pass_on_powers(self, self.shared)
         if isinstance(self, SupportsClear):
             if isinstance(self.near, SupportsClear):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.memory import BlockLayout
+from kvpool.memory import BlockLayout, Buffers
 
 __all__ = ["AddressRows"]
 
@@ -57,6 +57,12 @@ class AddressRows:
         rows, k = self._lookup(ids.ravel().tolist()), ids.shape[1]
         chunks = [[a for row in rows[i : i + k] for a in row] for i in range(0, len(rows), k)]
         return chunks, [self._sizes * k] * len(ids)
+
+    def buffers(self, block_ids: npt.ArrayLike) -> Buffers:
+        """Like :meth:`lists`, as :class:`~kvpool.memory.Buffers` that have kept rows as their ``lists``."""
+        buffers = self.layout.buffers(block_ids)
+        vars(buffers)["lists"] = self.lists(block_ids)  # what the cached property would make anew
+        return buffers
 
     def _lookup(self, ids: Sequence[int]) -> list[list[int]]:
         kept = self._rows

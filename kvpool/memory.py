@@ -133,6 +133,11 @@ class Buffers:
         base = np.array([r.address for r in self.regions], np.int64)
         return self.offsets + base[self.region] if len(self.regions) else self.offsets
 
+    @cached_property
+    def lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Addresses and sizes as lists of plain ints, for native clients; [n][m] each. Read, do not change."""
+        return self.addresses.tolist(), self.sizes.tolist()
+
     def views(self, i: int) -> list[memoryview]:
         """The non-empty pieces of key ``i`` in order, writable; host memory only."""
         return [

@@ -119,6 +119,7 @@ class KVPool:
             )
             self._transfers = Transfers(self.store, self._calls, self.layouts, self._shards, self.config, self.counters)
             stack.callback(self.staging.close)
+            await self._transfers.open()
             self._stack = stack.pop_all()
         self._closed = False
         return self
@@ -244,9 +245,10 @@ class KVPool:
     ) -> list[Results]:
         """Load chunks into the engine's blocks; one column of results a member of ``parts``.
 
-        A block holds the chunk if and only if its status is OK; any other block is untouched. No block is written after
-        this returns or is cancelled. If :meth:`reset` is called meanwhile, nothing counts as loaded (blocks may have
-        been written). Raises LayoutError for a block id that does not exist.
+        A block holds the chunk if and only if its status is OK. Any other block is untouched, or undefined if the store
+        moves bytes without a copy (``zero_copy``). No block is written after this returns or is cancelled. If
+        :meth:`reset` is called meanwhile, nothing counts as loaded (blocks may have been written). Raises LayoutError
+        for a block id that does not exist.
         """
         self._check_open()
         start = anyio.current_time()

@@ -95,6 +95,13 @@ class Staging:
         self._closed = False
 
     @property
+    def region(self) -> Region:
+        """All of the arena. Raises KVPoolError when it is closed."""
+        if self._region is None:
+            raise _closed()
+        return self._region
+
+    @property
     def free_bytes(self) -> int:
         """Bytes not leased. A lease may still have to wait for as much in one piece."""
         return self.nbytes - self._used

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvpool.errors import LayoutError
 
 if TYPE_CHECKING:
-    from kvpool.memory import Buffers
+    from kvpool.memory import Buffers, Region
     from kvpool.registry import URL
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Store",
     "SupportsClear",
     "SupportsDiagnosis",
+    "SupportsRegister",
     "SupportsScan",
     "check_batch",
 ]
@@ -186,6 +187,23 @@ class SupportsPin(Protocol):
 
     async def unpin(self, keys: Sequence[str]) -> None:
         """Take back one pin of each key; keys without one are ignored. Ends soon, whatever happens."""
+        ...
+
+
+@runtime_checkable
+class SupportsRegister(Protocol):
+    """A store that can move values straight from and to memory it was told of (RDMA).
+
+    If ``capabilities.zero_copy`` is true as well, :class:`~kvpool.pool.KVPool` hands the engine's own blocks to
+    ``get_into`` and ``put``. Such a call may be late, but like any other it returns, or raises when it is cancelled,
+    only when nothing touches the memory any more: the pool waits for that, however long it takes.
+    """
+
+    async def register(self, regions: Sequence[Region]) -> None:
+        """Make memory known, once a region; it stays valid until the store is closed.
+
+        Raises LayoutError for memory that can never be used, StoreError if it cannot be registered.
+        """
         ...
 
 

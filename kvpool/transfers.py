@@ -1,11 +1,13 @@
-"""How bytes travel between a store and an engine's blocks: through staging memory, in bounded batches.
+"""How bytes travel between a store and an engine's blocks: in bounded batches, through staging memory.
 
 A load writes a block only after the store call has ended and its bytes are proven, in one step that a cancelled or
 late job never takes. A save copies blocks out early, so that the engine has them back before the store is done.
+A store that moves bytes straight between itself and the blocks does so by :mod:`kvpool.zero_copy`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,16 +19,19 @@ import numpy.typing as npt
 from kvpool.admission import Admission
 from kvpool.calls import FailedKeys, Outcome, StoreCalls, checked_presence, checked_results
 from kvpool.config import Config
-from kvpool.errors import ConfigError, LayoutError
+from kvpool.errors import ConfigError, KVPoolError, LayoutError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace
 from kvpool.memory import BlockLayout
 from kvpool.metrics import Counters
 from kvpool.staging import Lease, Staging
-from kvpool.store import ABSENT, PRESENT, UNKNOWN, Presence, Results, Status, Store
+from kvpool.store import ABSENT, PRESENT, UNKNOWN, Presence, Results, Status, Store, SupportsRegister
 from kvpool.threads import Threads
+from kvpool.zero_copy import ZeroCopy
 
 __all__ = ["Transfer", "Transfers"]
+
+logger = logging.getLogger(__name__)
 
 LOAD, SAVE = 0, 1  #: priorities in staging memory: loads go before saves
 Ids = npt.NDArray[np.intp]
@@ -77,6 +82,8 @@ class Transfers:
         self._failed = FailedKeys(config.failed_key_ttl_s)
         self._admission = Admission(config.save_after_uses)
         self._threads = Threads(2)
+        self._at_once = max(1, int(config.staging_bytes) // int(config.batch_bytes))
+        self._zero_copy: ZeroCopy | None = None
         self.staging = Staging(int(config.staging_bytes))
 
     @staticmethod
@@ -88,6 +95,15 @@ class Transfers:
                 f"staging_bytes={int(config.staging_bytes)} does not hold one block of {largest} bytes; "
                 "set it to several times that"
             )
+
+    async def open(self) -> None:
+        """Make memory known to a store that wants to know it."""
+        if isinstance(self._store, SupportsRegister):
+            try:
+                await self._store.register([self.staging.region])
+            except KVPoolError as error:
+                logger.warning("the store copies values once more, staging memory cannot be registered: %s", error)
+        self._zero_copy = await ZeroCopy.of(self._store, self._layouts, self._at_once)
 
     async def present(self, keys: Sequence[str], deadline: float) -> Outcome[Presence]:
         """Presence of ``keys``, those that failed lately counted as absent."""
@@ -136,6 +152,11 @@ class Transfers:
     async def _load_batch(self, part: Transfer, rows: Ids, out: Results, keyspace: KeySpace, deadline: float) -> None:
         layout, width = self._layouts[part.group], self._width(part)
         keys = keyspace.keys(part.group, self._shards[part.group], part.hashes, rows)
+        if self._zero_copy is not None:
+            results = await self._zero_copy.load(part.group, keys, part.block_ids[rows], deadline)
+            self._failed.add((keys[i] for i in np.flatnonzero(~results.ok)), anyio.current_time())
+            _report(out, rows, results, width)
+            return
         lease = await self._lease(len(rows) * width, LOAD, deadline)
         if lease is None:
             self._failed.add(keys, anyio.current_time())
@@ -189,6 +210,11 @@ class Transfers:
             if not len(absent):
                 return
             rows, keys = rows[absent], [keys[i] for i in absent]
+            if self._zero_copy is not None:
+                results = await self._zero_copy.save(part.group, keys, part.block_ids[rows], deadline)
+                self._failed.discard(keys[i] for i in np.flatnonzero(results.ok))
+                _report(out, rows, results, width)
+                return
             lease = await self._lease(len(rows) * width, SAVE, deadline)
             if lease is None:
                 return
