@@ -51,6 +51,7 @@ class RegisteringStore(MemoryStore):
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
         await self._hold(into)
+        results = Results.empty(len(keys))
         with anyio.CancelScope(shield=True):
             results = await super().get_into(keys, into)
         if self.lost:
@@ -62,8 +63,10 @@ class RegisteringStore(MemoryStore):
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         if len(source.regions) > 1 or any(r in self.registered for r in source.regions):
             await self._hold(source)
+        results = Results.empty(len(keys))
         with anyio.CancelScope(shield=True):
-            return await super().put(keys, source)
+            results = await super().put(keys, source)
+        return results
 
     async def _hold(self, buffers: Buffers) -> None:
         assert all(region in self.registered for region in buffers.regions), "memory that was never registered"
@@ -128,6 +131,7 @@ async def test_a_load_that_is_late_ends_when_the_store_has_let_go() -> None:
         await pool.save([transfer(pool, 0, [0])])
         store.hold()
         ended: list[Results] = []
+        before = [layer[9].copy() for layer in layers]
 
         async def load() -> None:
             ended.extend(await pool.load([transfer(pool, 0, [9])], deadline=anyio.current_time() + 0.01))
@@ -137,7 +141,6 @@ async def test_a_load_that_is_late_ends_when_the_store_has_let_go() -> None:
             await store.holding.wait()
             await anyio.sleep(0.4)  # longer than the deadline and the grace
             assert not ended, "reported while the store may still write"
-            before = [layer[9].copy() for layer in layers]
             store.let_go.set()
         assert ended[0].ok.all()
         assert all(np.array_equal(layer[9], layer[0]) for layer in layers)
