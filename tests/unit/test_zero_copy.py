@@ -63,10 +63,7 @@ class RegisteringStore(MemoryStore):
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         if len(source.regions) > 1 or any(r in self.registered for r in source.regions):
             await self._hold(source)
-        results = Results.empty(len(keys))
-        with anyio.CancelScope(shield=True):
-            results = await super().put(keys, source)
-        return results
+        return await super().put(keys, source)
 
     async def _hold(self, buffers: Buffers) -> None:
         assert all(region in self.registered for region in buffers.regions), "memory that was never registered"
