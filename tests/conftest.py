@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 #: Every test in these folders needs the real vLLM and gets the marker ``vllm``.
-VLLM_FOLDERS = {Path(__file__).parent / "vllm", Path(__file__).parent / "differential"}
+VLLM_FOLDERS = {Path(__file__).parent / name for name in ("vllm", "differential", "mooncake/vllm")}
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -26,7 +26,7 @@ from tests.mooncake.namespace import INSIDE
 __all__ = ["install"]
 
 ROOT = Path(__file__).parents[2]
-_REPORTS = "KVPOOL_TEST_REPORTS"  # the environment variable with the descriptor for reports, one a line
+_REPORTS = "TESTS_MOONCAKE_REPORTS"  # the environment variable with the descriptor for reports, one a line
 _GRACE_S = 60.0  # to start; and a test that hangs is ended by its own pytest, unless native code holds that up
 _seconds = pytest.StashKey[float]()
 

@@ -20,7 +20,7 @@ import sys
 __all__ = ["INSIDE", "enter"]
 
 #: The environment variable that says that this process and its children are where they should be.
-INSIDE = "KVPOOL_TEST_NAMESPACE"
+INSIDE = "TESTS_MOONCAKE_NAMESPACE"
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x1000_0000, 0x4000_0000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1

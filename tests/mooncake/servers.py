@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-__all__ = ["Master", "Mooncake", "Owner", "free_port"]
+__all__ = ["Master", "Mooncake", "Owner", "die_with_parent", "free_port"]
 
 ROOT = Path(__file__).parents[2]
 _START_S = 30.0  # no server takes as long, unless it never comes
@@ -77,6 +77,16 @@ class _Server:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self) -> None:
+        """Start, and wait until it can be used."""
+        self.launch()
+        self.wait()
+
+    def launch(self) -> None:
+        """Start. In the main thread: the process ends with the thread that started it."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Until it can be used."""
         raise NotImplementedError
 
     def kill(self) -> None:
@@ -111,7 +121,7 @@ class _Server:
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else log,
                 stderr=log,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def _said(self) -> str:
@@ -142,10 +152,12 @@ class Master(_Server):
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Start, and wait until it takes connections."""
+    def launch(self) -> None:
         words = [f"--{name}={str(value).lower()}" for name, value in self.options.items()]
         self.process = self._run([mooncake_file("mooncake_master"), *words])
+
+    def wait(self) -> None:
+        assert self.process is not None
         give_up = time.monotonic() + _START_S
         while True:
             try:
@@ -171,10 +183,11 @@ class Owner(_Server):
         self.address = address
         self.memory = memory
 
-    def start(self) -> None:
-        """Start, and wait until the master has the memory."""
+    def launch(self) -> None:
         command = [sys.executable, "-m", "tests.mooncake.owner", self.address, str(self.memory)]
         self.process = self._run(command, pipes=True)
+
+    def wait(self) -> None:
         ready = self._receive()
         if ready != "ready":
             raise RuntimeError(f"no memory was lent to {self.address}: {ready}\n{self._said()}")
@@ -252,6 +265,6 @@ def read(stream: IO[bytes]) -> tuple[Any] | None:
     return (pickle.loads(data),)
 
 
-def _die_with_parent() -> None:
-    """In the new process: a test run that is killed leaves no server behind (PR_SET_PDEATHSIG)."""
+def die_with_parent() -> None:
+    """For ``preexec_fn``: a test run that is killed leaves no process behind (PR_SET_PDEATHSIG)."""
     _libc.prctl(1, signal.SIGKILL)

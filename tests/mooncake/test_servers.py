@@ -82,7 +82,7 @@ def test_a_test_that_fails_crashes_or_hangs_is_one_failure_of_a_run(tmp_path: Pa
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rA", str(tmp_path)],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_TEST_")}
+        env={name: value for name, value in os.environ.items() if not name.startswith("TESTS_MOONCAKE_")}
         | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

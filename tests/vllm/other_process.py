@@ -1,4 +1,4 @@
-"""An engine in a process of its own: ``python -m tests.vllm.other_process MODEL STORE local|external [TP] [PP]``.
+"""An engine in a process of its own: ``python -m tests.vllm.other_process MODEL STORE_URL local|external [TP] [PP]``.
 
 "local" computes a prompt, saves it and prints the output of a second run, served by vLLM's own prefix cache; "external"
 prints the output of a first run, served by the store.
@@ -8,11 +8,34 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENT, prompt
+
+
+def run_engine(
+    model: Path, store: str, phase: str, multiprocessing: bool, tensor: int = 1, pipeline: int = 1
+) -> dict[str, Any]:
+    """What an engine in another process printed: tokens, logprobs, and how many prompt tokens were cached."""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
+    if tensor * pipeline > 1:
+        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_AOT_COMPILE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.other_process", str(model), store, phase, str(tensor), str(pipeline)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
+    assert lines, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTPUT "))
+    return result
 
 
 def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = "1") -> None:
@@ -38,7 +61,7 @@ def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = 
             "kv_connector_module_path": "kvpool.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**PATIENT, "store": f"file://{store}"},
+            "kv_connector_extra_config": {**PATIENT, "store": store},
         },
     )
     sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1)

@@ -6,10 +6,6 @@ served by vLLM's own local prefix hit. Cold against cached may differ by roundin
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ import pytest
 
 from tests.vllm.engine import BLOCK, Engine, Output, prompt
 from tests.vllm.models import WINDOW
+from tests.vllm.other_process import run_engine
 
 
 @pytest.fixture(scope="module", params=["model", "hybrid_model"])
@@ -143,8 +140,8 @@ def test_chunked_prefill_saves_each_block_once(engine: Engine) -> None:
 @pytest.mark.parametrize("multiprocessing", [False, True], ids=["one-process-each", "worker-process"])
 def test_two_engines_share_one_directory(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
     """A first engine computes and saves; a second, other process loads and answers bitwise as the first's local hit."""
-    first = _other_process(model, tmp_path, "local", multiprocessing)
-    second = _other_process(model, tmp_path, "external", multiprocessing)
+    first = run_engine(model, f"file://{tmp_path}", "local", multiprocessing)
+    second = run_engine(model, f"file://{tmp_path}", "external", multiprocessing)
     assert second["cached"] == first["cached"] == 1000 // BLOCK * BLOCK
     assert (second["tokens"], second["logprobs"]) == (first["tokens"], first["logprobs"])
 
@@ -155,32 +152,12 @@ def test_two_engines_share_one_directory(model: Path, tmp_path: Path, multiproce
 )
 def test_ranks_load_their_own_shards(hybrid_model: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
     """Two ranks, two engines one after the other: what is stored is there once a rank, and comes back bit for bit."""
-    first = _other_process(hybrid_model, tmp_path, "local", True, tensor, pipeline)
+    first = run_engine(hybrid_model, f"file://{tmp_path}", "local", True, tensor, pipeline)
     objects = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.parent.name.endswith((".0", ".1"))]
     assert len({p.parent.parent.name for p in objects}) == 6, "three groups, two shards each"
-    second = _other_process(hybrid_model, tmp_path, "external", True, tensor, pipeline)
+    second = run_engine(hybrid_model, f"file://{tmp_path}", "external", True, tensor, pipeline)
     assert second["cached"] == first["cached"] == 1000 // BLOCK * BLOCK
     assert (second["tokens"], second["logprobs"]) == (first["tokens"], first["logprobs"])
-
-
-def _other_process(
-    model: Path, store: Path, phase: str, multiprocessing: bool, tensor: int = 1, pipeline: int = 1
-) -> dict[str, Any]:
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
-    if tensor * pipeline > 1:
-        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_AOT_COMPILE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.other_process", str(model), str(store), phase, str(tensor), str(pipeline)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
-    assert lines, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTPUT "))
-    return result
 
 
 def test_outputs_do_not_change_with_the_pool(engine: Engine) -> None:
