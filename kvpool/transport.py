@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -139,6 +139,10 @@ class PolledLookupClient(ABC):
     def close(self) -> None:
         """Let go of sockets. Idempotent; outstanding tickets are forgotten."""
 
+    def counts(self) -> Mapping[str, int]:
+        """Replies that were dropped so far, by reason, such as "late". A transport that keeps no count says nothing."""
+        return {}
+
 
 class LookupTransport(ABC):
     """Makes the two ends of one lookup channel. Cheap to build and to pickle as a URL; opens nothing by itself."""
@@ -166,3 +170,10 @@ class LookupTransport(ABC):
     @abstractmethod
     def polled_client(self) -> PolledLookupClient:
         """A new polled client, for the calling thread."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Requests that servers of this object dropped or refused so far, by reason, such as "expired".
+
+        A transport that keeps no count says nothing.
+        """
+        return {}

@@ -209,11 +209,18 @@ class ServerWire:
     ``namespace``: the only one served, None for any. ``counts``: requests refused or dropped, by reason.
     """
 
-    def __init__(self, codec: HashCodec, *, namespace: bytes | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        codec: HashCodec,
+        *,
+        namespace: bytes | None = None,
+        clock: Clock | None = None,
+        counts: Counter[str] | None = None,
+    ) -> None:
         self.codec = codec
         self.namespace = namespace
         self.clock = clock or host_clock()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     def accept(self, frames: Sequence[Buffer]) -> Incoming | bytes | None:
         """What to do with a message: handle it, send back this reply, or nothing at all (not ours, or expired)."""

@@ -12,7 +12,8 @@ and every wake-up is followed by reading until nothing is left.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from math import ceil
 from typing import Any, ClassVar, Self
@@ -55,6 +56,7 @@ class ZmqTransport(LookupTransport):
     def __init__(self, url: URL) -> None:
         self._link = Link(url)
         self._codec = create_codec(self._link.options.codec)
+        self._counts: Counter[str] = Counter()
         self.url = self._link.url
 
     @classmethod
@@ -77,7 +79,7 @@ class ZmqTransport(LookupTransport):
         with ExitStack() as sockets:
             auth = sockets.enter_context(link.using(link.authenticator())) if link.keys else None
             router = sockets.enter_context(link.using(link.router()))
-            wire = ServerWire(self._codec, namespace=namespace)
+            wire = ServerWire(self._codec, namespace=namespace, counts=self._counts)
             async with anyio.create_task_group() as tasks:
                 server = _Server(router, wire, Handling(handler, link.peer), link.options.max_handlers, tasks)
                 tasks.start_soon(server.listen)
@@ -96,6 +98,9 @@ class ZmqTransport(LookupTransport):
 
     def polled_client(self) -> PolledLookupClient:
         return _PolledClient(self._link, self._codec)
+
+    def counts(self) -> Mapping[str, int]:
+        return dict(self._counts)
 
 
 class _Server:
@@ -280,6 +285,9 @@ class _PolledClient(PolledLookupClient):
     def close(self) -> None:
         if self._life.close():
             self._channel.close()
+
+    def counts(self) -> Mapping[str, int]:
+        return dict(self._channel.table.counts)
 
 
 class _Waiter:

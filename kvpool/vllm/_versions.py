@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import vllm
 
@@ -12,8 +13,9 @@ from kvpool.errors import UnsupportedError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
-__all__ = ["TESTED", "KVConnectorTransferResults", "hash_block_size", "say_version"]
+__all__ = ["TESTED", "KVConnectorTransferResults", "event_extra_keys", "hash_block_size", "say_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,3 +56,12 @@ def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     return resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+
+
+def event_extra_keys(request: Request, ranges: Sequence[tuple[int, int]]) -> list[tuple[Any, ...] | None] | None:
+    """What the hashes of these token ranges cover beside tokens, as KV events tell it. From 0.31 on untagged."""
+    from vllm.v1.core import kv_cache_utils
+
+    keys = [kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)[0] for start, end in ranges]
+    publish = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return keys if publish is None else publish(keys)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -24,6 +25,7 @@ from kvpool.pool import epoch_of
 from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
 from kvpool.vllm._versions import KVConnectorTransferResults, say_version
+from kvpool.vllm.kv_events import KVEvents
 from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
 from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_random_seed
@@ -33,6 +35,7 @@ from kvpool.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -96,6 +99,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 reads=transfer.is_kv_consumer,
                 writes=transfer.is_kv_producer,
                 epoch=epoch_of(self._config.epoch_label),
+                events=self._kv_events(vllm_config, shared=store.capabilities.shared),
             )
         else:
             rank = Rank(get_tp_group().rank_in_group, get_pp_group().rank_in_group)
@@ -106,6 +110,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=rank,
                 kv_heads=kv_heads(self._spec, vllm_config),
             )
+
+    def _kv_events(self, vllm_config: VllmConfig, *, shared: bool) -> KVEvents | None:
+        wanted = vllm_config.kv_events_config
+        if wanted is None or not wanted.enable_kv_cache_events:
+            return None
+        return KVEvents(self._spec, MEDIUM_STORAGE if shared else MEDIUM_CPU)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -145,6 +155,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_saves()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         """A new epoch: nothing that was stored before is used again by this engine."""
@@ -195,9 +208,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_report()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self.worker is None:
-            return None
-        grown = self.worker.take_stats()
+        half = self.worker or self.scheduler
+        grown = half.take_stats() if half is not None else None
         return KVPoolStats(grown) if grown else None
 
     @classmethod

@@ -61,19 +61,22 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Worker to scheduler; summed over ranks, so each rank reports each event exactly once.
 
     ``released``: save job -> ranks that will not read its blocks again. ``saved``, ``loaded``: job -> ranks that have
-    ended it, and whether every chunk was stored, or loaded, on all of them. ``layouts``: digest of a block layout ->
-    ranks that have it; once, at start.
+    ended it, and whether every chunk was stored, or loaded, on all of them. ``skipped``: save jobs of which chunks were
+    not admitted. ``layouts``: digest of a block layout -> ranks that have it; once, at start.
     """
 
     released: dict[int, int] = field(default_factory=dict)
     saved: dict[int, Ended] = field(default_factory=dict)
     loaded: dict[int, Ended] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
     layouts: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The report of both ranks together."""
         assert isinstance(other, WorkerReport)
-        total = WorkerReport(dict(self.released), dict(self.saved), dict(self.loaded), dict(self.layouts))
+        total = WorkerReport(
+            dict(self.released), dict(self.saved), dict(self.loaded), self.skipped | other.skipped, dict(self.layouts)
+        )
         for job, ranks in other.released.items():
             total.released[job] = total.released.get(job, 0) + ranks
         for layout, ranks in other.layouts.items():

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Config
-from kvpool.errors import TransportError
+from kvpool.errors import LookupTimeout, TransportError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace, Namespace
 from kvpool.progress import SaveProgress, SaveRange
@@ -26,14 +26,18 @@ from kvpool.spec import CacheSpec
 from kvpool.tokens import ChunkedTokenDatabase, Chunks
 from kvpool.transport import LookupRequest, LookupResult, PolledLookupClient
 from kvpool.vllm.messages import Job, Part, StepWork, WorkerReport
+from kvpool.vllm.stats import ConnectorCounters, growth
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvpool.vllm.kv_events import KVEvents
 
 __all__ = ["SchedulerSide"]
 
@@ -71,22 +75,27 @@ class _RequestState:
 @dataclass(slots=True)
 class _Load:
     state: _RequestState
+    job: Job
     ranks_left: int
+    complete: bool = True
 
 
 @dataclass(slots=True)
 class _Save:
     state: _RequestState
+    job: Job
     range: SaveRange
     pinned: list[KVCacheBlock]
     quarantine_at: float
     ranks_reading: int
     ranks_left: int
     stored: bool = True
+    skipped: bool = False  #: some chunks were not admitted, so they are done with but not in the store
+    quarantined: bool = False
 
 
 class SchedulerSide:
-    """``client`` answers lookups from the process that holds the store."""
+    """``client`` answers lookups from the process that holds the store. ``events``: where KV events go, if wanted."""
 
     def __init__(
         self,
@@ -99,6 +108,7 @@ class SchedulerSide:
         reads: bool,
         writes: bool,
         epoch: bytes,
+        events: KVEvents | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
@@ -108,6 +118,9 @@ class SchedulerSide:
         # The worker makes the keys; here the database only says which chunks are wanted and which blocks hold them.
         self._database = ChunkedTokenDatabase(spec, KeySpace(Namespace.of({}), spec), null_block=NULL_BLOCK)
         self._client = client
+        self._events = events
+        self.counters = ConnectorCounters()
+        self._told: dict[str, int] = {}
         self._reads = reads and config.load_enabled
         self._writes = writes and config.save_enabled
         self._numbers = itertools.count(1)
@@ -161,6 +174,8 @@ class SchedulerSide:
     def reset(self) -> None:
         """Start a new epoch: nothing stored before is found again, by this engine; other namespaces are untouched."""
         self.epoch = os.urandom(16)
+        if self._events is not None:
+            self._events.cleared()
         for state in self._requests.values():
             self._drop_lookup(state)
             state.answer = None
@@ -221,9 +236,14 @@ class SchedulerSide:
                 state.ticket = None
                 if isinstance(result, TransportError):
                     state.no_lookup = True
+                    if isinstance(result, LookupTimeout):
+                        self.counters.lookups_unanswered += 1
+                    else:
+                        self.counters.lookups_refused += 1
                     logger.debug("lookup of %s is a miss: %s", state.request.request_id, result)
                 elif result.epoch != self.epoch:
                     state.no_lookup = True
+                    self.counters.lookups_of_another_epoch += 1
                 else:
                     state.answer, state.answer_used = result, False
                     state.answer_until = time.monotonic() + result.max_age
@@ -246,7 +266,7 @@ class SchedulerSide:
             wanted = self._database.chunks(end, len(request.block_hashes), first, group=g)
             found[g] = self._database.blocks(g, wanted, tables[g])
         job = self._job(state, found)
-        self._loads[job.number] = _Load(state, self.spec.parallel.size)
+        self._loads[job.number] = _Load(state, job, self.spec.parallel.size)
         self._new_loads.append(job)
 
     def _job(self, state: _RequestState, found: Mapping[int, tuple[Chunks, npt.NDArray[np.intp]]]) -> Job:
@@ -268,6 +288,7 @@ class SchedulerSide:
     def build_work(self, output: SchedulerOutput) -> StepWork:
         """The jobs of this step."""
         self._grace_left, self._polled = self.config.lookup_grace_ms / 1000, False
+        self._quarantine()
         loads, self._new_loads = self._new_loads, []
         saves = [job for state, computed in self._computed(output) for job in self._save_jobs(state, computed, output)]
         return StepWork(self._namespace(), self.epoch, loads, saves, idle=not output.total_num_scheduled_tokens)
@@ -309,7 +330,7 @@ class SchedulerSide:
             self._pinned_blocks += len(blocks)
             until = time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S
             ranks = self.spec.parallel.size
-            self._saves[job.number] = _Save(state, due, blocks, until, ranks, ranks)
+            self._saves[job.number] = _Save(state, job, due, blocks, until, ranks, ranks)
             yield job
 
     def _budget(self) -> int:
@@ -342,8 +363,11 @@ class SchedulerSide:
             if (load := self._loads.get(number)) is not None:
                 load.ranks_left -= ranks
                 load.state.no_lookup |= not ok
+                load.complete &= ok
                 if load.ranks_left <= 0:
                     del self._loads[number]
+                    if self._events is not None and not load.complete and load.job.epoch == self.epoch:
+                        self._events.lost(load.job)
         for number, ranks in report.released.items():
             if (save := self._saves.get(number)) is not None:
                 save.ranks_reading -= ranks
@@ -353,10 +377,13 @@ class SchedulerSide:
             if (save := self._saves.get(number)) is not None:
                 save.ranks_left -= ranks
                 save.stored &= ok
+                save.skipped |= number in report.skipped
                 if save.ranks_left <= 0:
                     del self._saves[number]
                     self._unpin(save)
                     self._progress.report(save.range, saved=save.stored)
+                    if self._events is not None and save.stored and not save.skipped and save.job.epoch == self.epoch:
+                        self._events.stored(save.state.request, save.job)
                     save.state.failures = 0 if save.stored else save.state.failures + 1
                     if not save.stored:  # again, but not in every step: a store in trouble must not cost the engine
                         save.state.retry_at = time.monotonic() + min(RETRY_S * 2**save.state.failures, MAX_RETRY_S)
@@ -380,8 +407,26 @@ class SchedulerSide:
 
     def has_pending_saves(self) -> bool:
         """Whether the engine should keep stepping so that pins come back; a job past its deadline no longer counts."""
+        self._quarantine()
+        return any(not save.quarantined for save in self._saves.values())
+
+    def _quarantine(self) -> None:
+        """Count saves that are long past their deadline: their blocks stay pinned, and nobody waits for them."""
         now = time.monotonic()
-        return any(s.quarantine_at > now for s in self._saves.values())
+        for save in self._saves.values():
+            if not save.quarantined and save.quarantine_at <= now:
+                save.quarantined = True
+                self.counters.quarantined_saves += 1
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call."""
+        return [] if self._events is None else self._events.take()
+
+    def take_stats(self) -> dict[str, int]:
+        """What the counters grew by since the last call."""
+        self.counters.lookup_replies_dropped = sum(self._client.counts().values())
+        before, self._told = self._told, self.counters.snapshot()
+        return growth(self._told, before)
 
     def outstanding(self) -> dict[str, int]:
         """How much state is held, by kind; all 0 when the engine is at rest."""

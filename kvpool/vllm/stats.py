@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvpool.metrics import Counters
 
-__all__ = ["KVPoolPromMetrics", "KVPoolStats"]
+__all__ = ["ConnectorCounters", "KVPoolPromMetrics", "KVPoolStats"]
+
+
+@dataclass
+class ConnectorCounters:
+    """What the connector counts beside the pool. All only ever grow."""
+
+    lookups_unanswered: int = 0  #: no answer within lookup_timeout_ms: the server is away, slow or its store is
+    lookups_refused: int = 0  #: answered with an error: the two ends do not match, or the lookup failed
+    lookups_of_another_epoch: int = 0  #: answered after a reset
+    lookup_replies_dropped: int = 0  #: came late, or belong to nobody
+    lookup_requests_expired: int = 0  #: reached the server after their deadline
+    lookup_requests_refused: int = 0  #: could not be read, or do not fit what the server serves
+    quarantined_saves: int = 0  #: long past their deadline: their blocks stay pinned, and nobody waits for them
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy as a plain dict."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def served(self, counts: Mapping[str, int]) -> None:
+        """Take in what a lookup server counts by reason."""
+        self.lookup_requests_expired = counts.get("expired", 0)
+        self.lookup_requests_refused = sum(counts.values()) - self.lookup_requests_expired
+
+
+def growth(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What was added since ``before``; only what changed."""
+    return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
 
 
 class KVPoolStats(KVConnectorStats):
@@ -32,7 +60,7 @@ class KVPoolStats(KVConnectorStats):
 
 
 class KVPoolPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter ``kvpool:<counter>`` for each of :class:`~kvpool.metrics.Counters`, labelled by engine."""
+    """One Prometheus counter ``kvpool:<counter>`` for each of the pool's and the connector's, labelled by engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +70,7 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
                 documentation=f"kvpool: {field.name.replace('_', ' ')}.",
                 labelnames=self._labelnames,
             )
-            for field in fields(Counters)
+            for field in (*fields(Counters), *fields(ConnectorCounters))
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

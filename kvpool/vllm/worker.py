@@ -30,17 +30,18 @@ from kvpool.portal import Portal
 from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport
 from kvpool.spec import CacheSpec
-from kvpool.store import Status
+from kvpool.store import Results, Status
 from kvpool.transfers import Transfers
 from kvpool.transport import LookupRequest, LookupResult
 from kvpool.vllm.messages import Job, StepWork, WorkerReport
 from kvpool.vllm.service import Service
+from kvpool.vllm.stats import ConnectorCounters, growth
 
 __all__ = ["WorkerSide"]
 
 logger = logging.getLogger(__name__)
 
-#: For each part of a job: bool[n], which chunks were proven loaded, or stored.
+#: For each part of a job: bool[n], which chunks were proven loaded.
 Columns: TypeAlias = list[npt.NDArray[np.bool_]]
 #: A job ends by its own deadline; one that has not even begun is cancelled this long after it.
 EXPIRY_SLACK_S = 0.5
@@ -98,7 +99,7 @@ class WorkerSide:
     ) -> None:
         self._config = config
         self._spec = spec
-        self._transport = transport
+        self._server = None if transport is None else create_transport(transport)
         heads = tuple(kv_heads) or (None,) * len(spec.groups)
         self._shards = [spec.parallel.shard(rank, h) for h in heads]
         self._stripes = [spec.parallel.put_stripe(rank, h) for h in heads]
@@ -111,6 +112,7 @@ class WorkerSide:
         self._released: collections.deque[int] = collections.deque()
         self._report = WorkerReport()
         self._counters = Counters()
+        self._served = ConnectorCounters()
         self._told: dict[str, int] = {}
         self.layouts: tuple[BlockLayout, ...] = ()
         self._received: set[str] = set()
@@ -132,7 +134,7 @@ class WorkerSide:
 
     def _lifespan(self) -> AbstractAsyncContextManager[Service]:
         """The event loop's life: the pool and, on the first rank, a server for the scheduler's lookups."""
-        config, transport = self._config, self._transport
+        config, server = self._config, self._server
 
         def open_pool() -> KVPool:
             return KVPool(
@@ -156,8 +158,7 @@ class WorkerSide:
             )
             return LookupResult(hit.length, hit.boundaries, request.epoch, config.max_age_s)
 
-        serve = None if transport is None else lambda: create_transport(transport).serve(answer)
-        service = Service(open_pool, serve)
+        service = Service(open_pool, None if server is None else lambda: server.serve(answer))
         return service.run()
 
     # ---- one step
@@ -213,10 +214,16 @@ class WorkerSide:
         self._received.add(job.request_id)
         self._report.loaded[number] = 1, not failed
 
-    def _saved(self, number: int, stored: Columns | None) -> None:
+    def _saved(self, number: int, results: list[Results] | None) -> None:
         self._release(number)
         del self._saves[number]
-        self._report.saved[number] = 1, stored is not None and all(bool(ok.all()) for ok in stored)
+        done = results is not None
+        for out in results or ():
+            skipped = np.equal(out.status, Status.SKIPPED)
+            done &= bool((out.ok | skipped).all())
+            if skipped.any():
+                self._report.skipped.add(number)
+        self._report.saved[number] = 1, done
 
     def _release(self, number: int) -> None:
         # "copied" and the job's end both tell, in different steps; the scheduler counts ranks, so it hears of it once.
@@ -246,14 +253,14 @@ class WorkerSide:
 
     def take_stats(self) -> dict[str, int]:
         """What the counters grew by since the last call."""
-        grown = self._counters.since(self._told)
-        if grown:
-            self._told = self._counters.snapshot()
-        return grown
+        before, self._told = self._told, self.counters()
+        return growth(self._told, before)
 
     def counters(self) -> dict[str, int]:
-        """What the pool has done so far."""
-        return self._counters.snapshot()
+        """What the pool and the lookup server have done so far."""
+        if self._server is not None:
+            self._served.served(self._server.counts())
+        return self._counters.snapshot() | self._served.snapshot()
 
     def outstanding(self) -> dict[str, int]:
         """How much state is held, by kind; all 0 when the engine is at rest."""
@@ -294,7 +301,6 @@ async def _load(service: Service, parts: list[Transfer], space: KeySpace) -> Col
     return [results.ok for results in await pool.load(parts, keyspace=space)]
 
 
-async def _save(service: Service, parts: list[Transfer], space: KeySpace, released: partial[None]) -> Columns:
+async def _save(service: Service, parts: list[Transfer], space: KeySpace, released: partial[None]) -> list[Results]:
     pool = await service.pool()
-    saved = await pool.save(parts, keyspace=space, copied=released)
-    return [results.ok | np.equal(results.status, Status.SKIPPED) for results in saved]
+    return await pool.save(parts, keyspace=space, copied=released)

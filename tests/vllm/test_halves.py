@@ -239,6 +239,9 @@ class FakeClient:
 
     def cancel(self, ticket: int) -> None: ...
 
+    def counts(self) -> dict[str, int]:
+        return {"late": 2}
+
     def close(self) -> None: ...
 
 

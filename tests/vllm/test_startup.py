@@ -40,7 +40,7 @@ def vllm_config(
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": extra or {},
     }
-    arguments: dict[str, Any] = {"model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "seed": 0}
+    arguments: dict[str, Any] = {"model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "block_size": 32}
     arguments |= {"kv_transfer_config": transfer, **options}
     return EngineArgs(**arguments).create_engine_config()
 
