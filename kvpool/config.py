@@ -66,6 +66,8 @@ class Config(BaseModel):
     save_after_uses: int = Field(default=1, ge=1, description="a count, 1 or more")
     #: Whether this engine stores what it computes.
     save_enabled: bool = Field(default=True, description="true or false")
+    #: Whether answers are stored too, block by block as they are generated, and not only prompts.
+    save_decoded: bool = Field(default=False, description="true or false")
     #: Whether this engine loads what is stored.
     load_enabled: bool = Field(default=True, description="true or false")
     #: How long a key that failed to load counts as absent.

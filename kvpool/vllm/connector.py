@@ -28,7 +28,7 @@ from kvpool.vllm._versions import KVConnectorTransferResults, say_version
 from kvpool.vllm.kv_events import KVEvents
 from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
-from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_random_seed
+from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_adapters, warn_of_random_seed
 from kvpool.vllm.scheduler import SchedulerSide
 from kvpool.vllm.stats import KVPoolPromMetrics, KVPoolStats
 from kvpool.vllm.worker import WorkerSide
@@ -90,6 +90,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     transfer.kv_load_failure_policy,
                 )
             warn_of_random_seed(vllm_config)
+            warn_of_adapters(vllm_config)
             self.scheduler = SchedulerSide(
                 self._config,
                 self._spec,
@@ -169,6 +170,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         layouts = block_layouts(kv_caches, self._kv_cache_config)
         self._worker.start(layouts, layout_facts(kv_caches, self._vllm_config))
+
+    def unregister_kv_caches(self) -> None:
+        """Sleep mode, from vLLM 0.33 on: the KV memory is about to go. Nothing touches it after this."""
+        self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """The KV memory is back, at the same addresses."""
+        self._worker.resume()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -84,6 +84,19 @@ def warn_of_random_seed(vllm_config: VllmConfig) -> None:
         )
 
 
+def warn_of_adapters(vllm_config: VllmConfig) -> None:
+    """Say at start-up that requests with a LoRA adapter gain nothing.
+
+    vLLM hashes an adapter by name, and nobody can tell which content it has loaded: it reads the files again after it
+    has dropped an adapter, whatever is in them by then.
+    """
+    if vllm_config.lora_config is not None:
+        logger.warning(
+            "kvpool: requests with a LoRA adapter bypass the pool, because their block hashes name the adapter and not "
+            "its content. Requests without one use it."
+        )
+
+
 def weights_fingerprint(vllm_config: VllmConfig) -> str:
     """A digest of the weights' content. Raises ConfigError where the files cannot be found.
 

@@ -306,7 +306,7 @@ class SchedulerSide:
                 yield state, before[request_id] + scheduled
 
     def _save_jobs(self, state: _RequestState, computed: int, output: SchedulerOutput) -> Iterable[Job]:
-        """Prompt chunks that are whole after this step and not yet stored, as jobs on pinned blocks."""
+        """Chunks that are whole after this step and not yet stored, as jobs on pinned blocks."""
         assert self._pool is not None
         assert output.kv_connector_block_state is not None
         request = state.request
@@ -317,8 +317,10 @@ class SchedulerSide:
             found = 0 if state.answer is None or state.no_lookup else state.answer.hit_length
             self._progress.begin(request.request_id, found)
             state.saving = True
-        prompt = min(request.num_prompt_tokens, len(request.block_hashes) * self.spec.hash_block_size)
-        end = min(self.spec.align(min(computed, prompt)), self._progress.mark(request.request_id) + self._budget())
+        known = len(request.block_hashes) * self.spec.hash_block_size
+        if not self.config.save_decoded:
+            known = min(known, request.num_prompt_tokens)
+        end = min(self.spec.align(min(computed, known)), self._progress.mark(request.request_id) + self._budget())
         for due in self._progress.offer(request.request_id, end):
             tables = output.kv_connector_block_state.get_block_ids(request.request_id)
             if tables is None or not (job := self._save_job(state, due, tables)):

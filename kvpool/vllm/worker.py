@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Config
-from kvpool.errors import StoreError
+from kvpool.errors import KVPoolError, StoreError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import Fact, KeySpace, Namespace
 from kvpool.memory import BlockLayout
@@ -129,8 +129,25 @@ class WorkerSide:
         self.layouts = tuple(layouts)
         self._spaces = _Spaces(self._spec, layout)
         self._report.layouts[hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()] = 1
-        self._portal = Portal(self._lifespan, backend=self._config.event_loop)
-        self._portal.start()
+        self.resume()
+
+    def suspend(self) -> None:
+        """The block memory is about to go: let go of it, and of the store that may have it registered. Idempotent.
+
+        Raises KVPoolError if the store does not let go within seconds: the engine must not sleep then.
+        """
+        if self._portal is None:
+            return
+        if not self._portal.close(CLOSE_TIMEOUT_S):
+            raise KVPoolError("the store may still touch the engine's blocks, so the engine must not sleep")
+        self._take_in()
+        self._portal = None
+
+    def resume(self) -> None:
+        """The block memory is there: begin to serve. Idempotent."""
+        if self._portal is None:
+            self._portal = Portal(self._lifespan, backend=self._config.event_loop)
+            self._portal.start()
 
     def _lifespan(self) -> AbstractAsyncContextManager[Service]:
         """The event loop's life: the pool and, on the first rank, a server for the scheduler's lookups."""
@@ -186,6 +203,10 @@ class WorkerSide:
             self._portal.wait(IDLE_WAIT_S)
         while self._expiry and self._expiry[0][0] <= time.monotonic():
             self._portal.cancel(heapq.heappop(self._expiry)[1])  # no effect on a job that has ended
+        self._take_in()
+
+    def _take_in(self) -> None:
+        assert self._portal is not None
         for done in self._portal.poll():
             kind, number = cast(tuple[str, int], done.token)
             if done.error is not None:  # that the store is away has been said, and not once a job
