@@ -14,23 +14,27 @@ import pytest
 from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.hashes import BlockHashes, chain_hashes
-from kvpool.keys import Namespace
 from kvpool.memory import BlockLayout
-from kvpool.ranks import Parallel, Rank
+from kvpool.ranks import Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.transport import LookupResult
 from kvpool.vllm.messages import Job, Part, StepWork, WorkerReport
 from kvpool.vllm.scheduler import SchedulerSide
 from kvpool.vllm.worker import WorkerSide
+from tests.vllm.halves import (
+    BLOCK,
+    EPOCH,
+    NAMESPACE,
+    FakeClient,
+    FakePool,
+    FakeRequest,
+    output,
+    reported,
+    scheduler,
+    spec,
+)
 
-BLOCK = 4
-NAMESPACE = Namespace.of({"test": "halves"})
-EPOCH = bytes(16)
 HANGS = "tests.vllm.hanging:HangingStore"
-
-
-def spec(tensor: int = 1) -> CacheSpec:
-    return CacheSpec((CacheGroup(Kind.FULL, BLOCK, shards=tensor),), BLOCK, parallel=Parallel(tensor))
 
 
 def job(number: int, blocks: int = 4, seed: int = 0) -> Job:
@@ -187,93 +191,6 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it() -> None:
     (saving,) = side.build_work(output(waiting, 16)).saves
     assert saving.request_id == waiting.request_id
     assert saving.epoch == side.epoch != EPOCH
-
-
-# ---- an engine's scheduler, as far as the connector sees it
-
-
-class FakeRequest:
-    number = 0
-
-    def __init__(self, blocks: int, seed: int = 0) -> None:
-        FakeRequest.number += 1
-        self.request_id = f"r{FakeRequest.number}"
-        self.block_hashes = list(chain_hashes(np.arange(blocks * BLOCK) + 1000 * seed, BLOCK))
-        self.num_prompt_tokens = self.num_tokens = blocks * BLOCK + 1
-        self.num_computed_tokens = 0
-        self.lora_request = None
-        self.skip_reading_prefix_cache = False
-
-
-class FakePool:
-    def __init__(self, blocks: int) -> None:
-        self.num_gpu_blocks = blocks
-        self.blocks = list(range(blocks))
-        self.pinned = 0
-
-    def touch(self, blocks: list[int]) -> None:
-        self.pinned += len(blocks)
-
-    def free_blocks(self, blocks: Iterator[int]) -> None:
-        self.pinned -= len(list(blocks))
-        assert self.pinned >= 0, "released twice"
-
-
-class FakeClient:
-    def __init__(self, result: LookupResult) -> None:
-        self.result = result
-        self.asked = self.polls = 0
-        self._answered: list[int] = []
-
-    def submit(self, request: object, *, timeout: float) -> int:
-        self.asked += 1
-        return self.asked
-
-    def answer(self) -> None:
-        self._answered = list(range(1, self.asked + 1))
-
-    def poll(self, *, wait: float = 0.0) -> list[tuple[int, LookupResult]]:
-        self.polls += 1
-        done, self._answered = [(t, self.result) for t in self._answered], []
-        return done
-
-    def cancel(self, ticket: int) -> None: ...
-
-    def counts(self) -> dict[str, int]:
-        return {"late": 2}
-
-    def close(self) -> None: ...
-
-
-def scheduler(pool: FakePool, *, tensor: int = 1, client: FakeClient | None = None, **config: Any) -> Any:
-    side: Any = SchedulerSide(
-        Config.load(config),
-        spec(tensor),
-        lambda: NAMESPACE,
-        "test-chained",
-        client or FakeClient(LookupResult(0, (0,), EPOCH, 1.0)),  # type: ignore[arg-type]
-        reads=True,
-        writes=True,
-        epoch=EPOCH,
-    )
-    side.bind_block_pool(pool)
-    return side
-
-
-def output(request: FakeRequest | None = None, computed: int = 0) -> Any:
-    ids = [request.request_id] if request else []
-    table = (list(range(1, len(request.block_hashes) + 1)),) if request else ()
-    return SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=ids, num_computed_tokens=[0] * len(ids)),
-        num_scheduled_tokens=dict.fromkeys(ids, computed),
-        total_num_scheduled_tokens=computed,
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: table),
-    )
-
-
-def reported(**columns: Any) -> Any:
-    return SimpleNamespace(kv_connector_worker_meta=WorkerReport(**columns))
 
 
 def test_hashes_of_a_job_are_those_of_its_chunks() -> None:
