@@ -13,12 +13,14 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import anyio
 import anyio.abc
 
 from kvpool.backends._mooncake_codes import described
+from kvpool.backends._mooncake_threads import skip_exit_handlers
 from kvpool.backends._mooncake_url import (
     Settings,
     environment_advice,
@@ -130,6 +132,7 @@ def _set_up(settings: Settings, host: str) -> Connected:
         *environment_advice(wanted, before, too_late=too_late),
         *settings_advice(settings, config),
     )
+    _guard_forks()
     native = module.MooncakeDistributedStore()
     # Never freed by Python: freeing closes it, which would hang in a forked child and stop everybody in this process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
@@ -146,6 +149,12 @@ def _set_up(settings: Settings, host: str) -> Connected:
     if code:
         raise StoreError(f"setting up a client of the master at {settings.address} failed: {described(code)}")
     return Connected(native, config, advice)
+
+
+@cache
+def _guard_forks() -> None:
+    """A child that is forked from here has the clients, but not their threads."""
+    os.register_at_fork(after_in_child=skip_exit_handlers)
 
 
 def _config(module: Any, settings: Settings) -> Any:

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import anyio
 import anyio.abc
@@ -29,6 +29,8 @@ from kvpool.staging import Lease, Staging
 __all__ = ["Client", "Connect", "Link"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Makes a native client: settings, this machine's address.
 Connect: TypeAlias = Callable[[Settings, str], Connected]
@@ -124,9 +126,9 @@ class Link:
             if client.transfers.running or client.probes.running:
                 self._leave(client)
                 return
-            await (await client.probes.start(client.unregister_all)).wait_through()
+            await self._in_thread(client.unregister_all)
             if not put_aside(client.connected, self.settings, client.host):
-                await (await client.probes.start(lambda: [client.native.close()])).wait_through()
+                await self._in_thread(client.native.close)
             client.stop()
             client.arena.close()
 
@@ -155,15 +157,12 @@ class Link:
     async def _attempt(self) -> None:
         """One attempt to connect. Raises StoreError, or ConfigError if Mooncake is not installed."""
         try:
-            if len(_hung) >= MOST_HUNG:
+            if len(_hung) >= MOST_HUNG and not await self._close_one():
                 raise StoreError(f"{MOST_HUNG} clients of this process hang; it must be restarted to use Mooncake")
             limit = anyio.current_time() + self.settings.options.timeout_s
             host = await local_address(self.settings, limit)
-            threads = NativeThreads(1, f"{self._name} setup")
-            call = await threads.start(partial(self._connect, self.settings, host))
-            threads.stop()
-            await call.wait_through()
-            client = Client(call.result(), host, self.settings, self._name)
+            connected = await self._in_thread(partial(self._connect, self.settings, host))
+            client = Client(connected, host, self.settings, self._name)
             try:
                 await self._prepare(client)
             except BaseException:
@@ -175,6 +174,26 @@ class Link:
         self.breaker = _breaker()
         self._doubts = 0
         self._client, self.state = client, "ready"
+
+    async def _close_one(self) -> bool:
+        """Close a client that was given up and whose calls have all come back since; False if there is none.
+
+        Only when there are very many: closing stops the whole process for about a second.
+        """
+        done = next((c for c in _hung if not c.transfers.running and not c.probes.running), None)
+        if done is None:
+            return False
+        _hung.remove(done)
+        await self._in_thread(done.native.close)
+        return True
+
+    async def _in_thread(self, fn: Callable[[], T]) -> T:
+        """One call that is waited for, in a thread that ends with it."""
+        threads = NativeThreads(1, f"{self._name} setup")
+        call = await threads.start(fn)
+        threads.stop()
+        await call.wait_through()
+        return call.result()
 
     async def _prepare(self, client: Client) -> None:
         """Register memory, and see what Mooncake makes of the settings."""
@@ -212,10 +231,18 @@ class Link:
 
     # ---- use
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that opened the store: it has the clients, but not their threads."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises StoreClosed in a forked child."""
+        if self.forked:
+            raise StoreClosed(f"{self._name} was opened by the parent of this process; a forked child opens its own")
+
     def client(self) -> Client:
-        """The client of the moment. Raises StoreError if there is none, StoreClosed in a forked child."""
-        if os.getpid() != self._pid:
-            raise StoreClosed(f"{self._name} was opened in another process; a forked child must open its own")
+        """The client of the moment. Raises StoreError if there is none."""
         if self._client is None:
             raise StoreError(f"{self._name}: {self.trouble}")
         return self._client

@@ -1,12 +1,15 @@
 """Threads for native calls, which may never come back: what waits for one can always go on without it.
 
-They are daemons, so a call that hangs holds up neither the loop nor the end of the interpreter.
+They are daemons, so a call that hangs holds up neither the loop nor the end of the interpreter. The end waits a little
+for calls under way: a thread that comes back from native code into an interpreter that is gone would abort the process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import ctypes
 import queue
 import threading
 import time
@@ -16,14 +19,20 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from kvpool.deadlines import move_on_at, running_loop
+from kvpool.errors import StoreClosed
 
-__all__ = ["NativeCall", "NativeThreads"]
+__all__ = ["NativeCall", "NativeThreads", "skip_exit_handlers"]
 
 T = TypeVar("T")
 
 #: Seconds that a call may still take when its deadline has passed, or its caller was cancelled, before it is left.
 LATE_S = 0.05
 CANCELLED_S = 1.0
+#: Seconds that the end of the interpreter waits for calls under way.
+_DRAIN_S = 2.0
+
+_inside: set[NativeCall[Any]] = set()  # calls that are in native code now, of the whole process
+_ending = threading.Event()
 
 
 class NativeCall(Generic[T]):
@@ -38,10 +47,15 @@ class NativeCall(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
+        _inside.add(self)
         try:
+            if _ending.is_set():
+                raise StoreClosed("the interpreter is ending")
             self._value = self._fn()
         except BaseException as error:  # it goes to whoever waits
             self._error = error
+        finally:
+            _inside.discard(self)
 
     def finish(self) -> None:
         """On the loop, once it has come back."""
@@ -130,6 +144,26 @@ class NativeThreads:
         self.running.discard(call)
         self._slots.release()
         call.finish()
+
+
+@atexit.register
+def _drain() -> None:
+    _ending.set()
+    give_up = time.monotonic() + _DRAIN_S
+    while _inside and time.monotonic() < give_up:
+        time.sleep(0.005)
+    if _inside:
+        skip_exit_handlers()
+
+
+def skip_exit_handlers() -> None:
+    """Have this process end, when it does and with the status it then has, without the clean-up of native libraries.
+
+    Mooncake's would wait for threads that hang, or that a forked child does not have.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # glibc has it; handlers run from the last to the first
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def _loop_caller() -> Callable[..., object]:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 PROBED_KEYS = 4096  # in one native call
 REMOVE_S = 30.0  # how long it is tried to remove a value that somebody has a lease on
+STUCK_S = 60.0  # how long a damaged value that could not be removed is left alone
 REMOVE_PAUSES_S = 0.02, 0.5  # the first pause between two attempts; each is twice as long, up to the second
 
 _Move: TypeAlias = Callable[[Sequence[str], list[int], Buffers, Results, float], Awaitable[None]]
@@ -72,7 +73,8 @@ class MooncakeStore(Store):
         self._calls: set[anyio.CancelScope] = set()
         self._present = KeyMemory(options.presence_cache_s)
         self._failed = KeyMemory(options.failed_key_s)
-        self._healing: dict[str, anyio.Event] = {}
+        self._healing: dict[str, anyio.Event] = {}  # damaged values that are being removed
+        self._stuck = KeyMemory(STUCK_S)  # and those that could not be
         self._pressure = Breaker(failures=1, cooldown_s=0.25, max_cooldown_s=4.0)
         self._tasks: anyio.abc.TaskGroup
 
@@ -96,6 +98,8 @@ class MooncakeStore(Store):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        if self._link.forked:
+            return  # all of it is the parent's
         for scope in list(self._calls):
             scope.cancel()
         await self._life.close()
@@ -124,6 +128,7 @@ class MooncakeStore(Store):
             good = self._good(keys)
             found[self._present.among(keys, now)] = PRESENT
             found[self._failed.among(keys, now)] = ABSENT
+            found[self._stuck.among(keys, now)] = ABSENT
             found[[i for i in good if keys[i] in self._healing]] = ABSENT
             wanted = [i for i in good if found[i] == UNKNOWN]
             for at in range(0, len(wanted), PROBED_KEYS):
@@ -173,9 +178,7 @@ class MooncakeStore(Store):
                 good.remove(i)
             first, *again = rounds(keys, good) or [[]]
             healing = [i for i in first if keys[i] in self._healing]
-            await self._each(
-                keys, [i for i in first if keys[i] not in self._healing], source, results, deadline, self._put
-            )
+            await self._each(keys, [i for i in first if i not in healing], source, results, deadline, self._put)
             for i in healing:
                 with move_on_at(deadline):
                     if (healed := self._healing.get(keys[i])) is not None:
@@ -288,6 +291,11 @@ class MooncakeStore(Store):
     ) -> None:
         client = self._link.client()
         now = anyio.current_time()
+        for i in [rows[j] for j in self._stuck.among([keys[i] for i in rows], now)]:
+            self._fail(results, [i], self._error(keys[i], "a damaged value is in its place and cannot be removed"))
+            rows.remove(i)
+        if not rows:
+            return
         ticket = self._pressure.admit(now, now + self._settings.options.hang_s)
         if ticket is None:
             results.status[rows] = Status.REJECTED
@@ -347,7 +355,7 @@ class MooncakeStore(Store):
                 await anyio.sleep(pause)
                 pause = min(2 * pause, longest)
             logger.warning("%s: the damaged value of %s could not be removed", self._name, key[:100])
-            self._failed.add([key], anyio.current_time())
+            self._stuck.add([key], anyio.current_time())
         finally:
             self._healing.pop(key).set()
 
@@ -379,6 +387,7 @@ class MooncakeStore(Store):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """One call in flight; closing cuts it off, and then it raises StoreClosed."""
+        self._link.check_process()
         with self._life.call():
             with anyio.CancelScope() as scope:
                 self._calls.add(scope)

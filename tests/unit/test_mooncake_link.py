@@ -1,0 +1,286 @@
+"""The Mooncake store's way to its client: calls that hang, clients that are replaced, masters that do not answer."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+import anyio
+import numpy as np
+import pytest
+
+from kvpool.backends import _mooncake_client, _mooncake_link
+from kvpool.backends.mooncake import MooncakeStore
+from kvpool.config import Config
+from kvpool.errors import ConfigError, StoreClosed
+from kvpool.hashes import chain_hashes
+from kvpool.keys import Namespace
+from kvpool.memory import BlockLayout, Buffers
+from kvpool.pool import KVPool
+from kvpool.spec import CacheGroup, CacheSpec, Kind
+from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status
+from kvpool.testing.stores import get, put
+from tests.unit.mooncake_fake import Cluster
+
+pytestmark = pytest.mark.anyio
+
+FAST = "buffer=1MiB&timeout_s=0.5&presence_cache_s=0&failed_key_s=0"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(_mooncake_link, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(_mooncake_link, "CLOSE_S", 0.1)
+    monkeypatch.setattr(_mooncake_link, "_hung", [])
+    with Cluster() as cluster:
+        yield cluster
+
+
+def store_of(cluster: Cluster, options: str = "") -> MooncakeStore:
+    return MooncakeStore(f"{cluster.url}?{FAST}{options}", connect=cluster.connect)
+
+
+async def until_ok(store: MooncakeStore, key: str = "again") -> None:
+    with anyio.fail_after(20):
+        while not (await put(store, [(key, b"1")], deadline=anyio.current_time() + 1)).ok.all():  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+# ---- calls that hang
+
+
+async def test_a_call_that_hangs_is_left_and_leaves_the_callers_memory_alone(cluster: Cluster) -> None:
+    async with store_of(cluster) as store:
+        await put(store, [("a", b"12345")])
+        memory = bytearray(b"caller")[:5]
+        with cluster.hanging():
+            with anyio.fail_after(5):
+                results = await store.get_into(["a"], Buffers.of(memory), deadline=anyio.current_time() + 0.05)
+            assert results.status.tolist() == [Status.TIMED_OUT]
+            assert (await store.exists(["a"])).tolist() == [PRESENT], "lookups have threads of their own"
+            memory[:] = b"other"
+        await anyio.sleep(0.1)
+        assert memory == b"other"
+        assert (await get(store, ["a"], [5]))[1] == [b"12345"]
+
+
+async def test_the_memory_of_a_call_that_hangs_is_nobody_elses(cluster: Cluster) -> None:
+    async with store_of(cluster, "&threads=4") as store:
+        client = store._link.client()
+        with cluster.hanging():
+            for i in range(2):
+                limit = anyio.current_time() + 0.02
+                assert (await put(store, [(f"a{i}", bytes(300_000))], deadline=limit)).status[0] == Status.TIMED_OUT
+            assert client.arena.free_bytes < (1 << 20) - 600_000
+        with anyio.fail_after(5):
+            while client.arena.free_bytes < 1 << 20:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        assert (await get(store, ["a0"], [300_000]))[0].ok.all(), "what was left behind has still been stored"
+
+
+async def test_a_cancelled_call_is_waited_for_a_little_and_then_left(cluster: Cluster) -> None:
+    async with store_of(cluster) as store:
+        with cluster.hanging(), anyio.fail_after(10):
+            with anyio.move_on_after(0.05) as scope:
+                await put(store, [("a", b"1")])
+            assert scope.cancelled_caught
+
+
+async def test_a_client_that_hangs_is_replaced(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    async with store_of(cluster, "&hang_s=0.2") as store:
+        hanging = store._link.client()
+        cluster.go_on.clear()
+        results = await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
+        assert results.status.tolist() == [Status.TIMED_OUT]
+        with anyio.fail_after(5):
+            while store._link.replaced == 0 or store._link.state != "ready":
+                assert (await store.exists(["a"])).tolist()[0] in (ABSENT, UNKNOWN)  # nothing is raised meanwhile
+                await anyio.sleep(0.01)
+        assert "a call has not come back for 0.2 s" in caplog.text
+        assert store._link.client() is not hanging
+        assert hanging in _mooncake_link._hung, "its threads and memory stay"
+        cluster.go_on.set()
+        await until_ok(store)
+    assert not cluster.natives[0].closed
+
+
+async def test_registered_memory_is_known_to_every_client(cluster: Cluster) -> None:
+    memory = np.zeros(1 << 20, np.uint8)
+    async with store_of(cluster, "&hang_s=0.2") as store:
+        buffers = Buffers.of(memory)
+        await store.register(buffers.regions)
+        with cluster.hanging():
+            await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
+            with anyio.fail_after(5):
+                while store._link.replaced == 0 or store._link.state != "ready":  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+        address = buffers.regions[0].address
+        assert all(native.spans[address] == 1 << 20 for native in cluster.natives)
+        assert len(cluster.natives) == 2
+    assert address not in cluster.natives[1].spans
+
+
+async def test_there_is_an_end_to_replacing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_mooncake_link, "MOST_HUNG", 1)
+    async with store_of(cluster, "&hang_s=0.2") as store:
+        with cluster.hanging():
+            await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
+            with anyio.fail_after(5):
+                while "must be restarted" not in store._link.trouble:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            results = await put(store, [("a", b"1")])
+            assert "must be restarted" in str(results.errors[0])
+        await until_ok(store)  # the call has come back, so its client is closed to make room
+        assert cluster.natives[0].closed
+
+
+async def test_zero_copy_memory_is_waited_for(cluster: Cluster) -> None:
+    """The pool's blocks: late or cancelled, the call ends when the native one has come back."""
+    layers = [np.full((16, 4096), i, np.uint8) for i in range(2)]
+    spec = CacheSpec((CacheGroup(Kind.FULL, 4),), 4)
+    config = Config.load({"staging_bytes": 1 << 20, "batch_bytes": 1 << 16}, environ={})
+    store = store_of(cluster, "&zero_copy=yes")
+    layout = BlockLayout.of_arrays(*layers)
+    async with KVPool(store, spec=spec, namespace=Namespace.of({"t": 1}), layouts=[layout], config=config) as pool:
+        hashes = chain_hashes(list(range(16)), 4)
+        out = pool.transfer(0, hashes, range(4), range(4))
+        assert (await pool.save([out]))[0].ok.all()
+        assert len(cluster.batches[-1][2][0]) == 3, "the header and the two layers"
+        assert pool.staging.peak == 0
+        ended: list[Results] = []
+
+        async def load() -> None:
+            back = pool.transfer(0, hashes, range(4), range(8, 12))
+            ended.extend(await pool.load([back], deadline=anyio.current_time() + 0.05))
+
+        async with anyio.create_task_group() as tasks:
+            with cluster.hanging():
+                tasks.start_soon(load)
+                await anyio.sleep(0.5)
+                assert not ended
+        assert ended[0].ok.all()
+        assert all((layer[8:12] == layer[0, 0]).all() for layer in layers)
+
+
+# ---- masters
+
+
+async def test_no_client_is_set_up_for_a_master_that_does_not_answer(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.alive = False  # it takes connections, as a frozen process does
+    async with store_of(cluster) as store:
+        assert "does not answer" in caplog.text
+        assert not cluster.setups
+        assert (await store.exists(["a"])).tolist() == [UNKNOWN]
+        assert (await put(store, [("a", b"1")])).status.tolist() == [Status.FAILED]
+        cluster.alive = True
+        await until_ok(store)
+
+
+async def test_nobody_listens_there(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    async with MooncakeStore("mooncake://127.0.0.1:1?timeout_s=0.5", connect=cluster.connect):
+        assert "no master at 127.0.0.1:1" in caplog.text
+    assert not cluster.setups
+
+
+async def test_a_master_that_keeps_failing_is_left_alone_and_asked_by_a_sign_of_life(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with store_of(cluster) as store:
+        cluster.answer["exist"] = [-900] * 3
+        for _ in range(3):
+            assert (await store.exists(["a"])).tolist() == [UNKNOWN]
+        assert "left alone" in caplog.text
+        cluster.alive = False
+        asked, pings = cluster.calls["exist"], cluster.pings
+        with anyio.fail_after(10):
+            while cluster.pings == pings:
+                assert (await store.exists(["a"])).tolist() == [UNKNOWN]
+                await anyio.sleep(0.02)
+        assert cluster.calls["exist"] == asked, "no native call, which would block, before a sign of life"
+        cluster.alive = True
+        with anyio.fail_after(20):
+            while (await store.exists(["a"])).tolist() != [ABSENT]:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
+
+async def test_a_client_that_fails_though_its_master_lives_is_replaced(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store_of(cluster) as store:
+        cluster.answer["exist"] = [-900] * 100
+        with anyio.fail_after(20):
+            while not store._link.replaced:
+                await store.exists(["a"])
+                await anyio.sleep(0.02)
+        cluster.answer.clear()
+        await until_ok(store)
+        assert len(cluster.natives) == 2
+
+
+async def test_what_cannot_be_used_here_at_all_ends_the_start(cluster: Cluster) -> None:
+    def missing(*_: object) -> _mooncake_client.Connected:
+        raise ConfigError("a mooncake store needs Mooncake's client")
+
+    with pytest.raises(ConfigError, match="needs Mooncake's client"):
+        async with MooncakeStore(f"{cluster.url}?{FAST}", connect=missing):
+            pass
+
+
+# ---- closing
+
+
+async def test_a_client_is_used_again_by_the_next_store(cluster: Cluster) -> None:
+    real = _mooncake_client.connect
+    made: list[str] = []
+
+    def set_up(settings: object, host: str) -> _mooncake_client.Connected:
+        made.append(host)
+        return cluster.connect(settings, host)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_mooncake_client, "_set_up", set_up)
+        for _ in range(3):
+            async with MooncakeStore(f"{cluster.url}?{FAST}", connect=real) as store:
+                await put(store, [("a", b"1")])
+        async with MooncakeStore(f"{cluster.url}?{FAST}&replicas=2", connect=real):
+            pass
+    assert made == ["127.0.0.1"] * 2
+    assert not any(native.closed or native.spans for native in cluster.natives)
+
+
+async def test_a_client_that_gives_memory_is_closed(cluster: Cluster) -> None:
+    async with store_of(cluster, "&segment=16MiB"):
+        pass
+    assert cluster.natives[0].closed
+
+
+async def test_closing_while_a_call_hangs(cluster: Cluster) -> None:
+    """The caller gets StoreClosed soon, and the client is never closed: that would crash the process."""
+    outcome: list[BaseException] = []
+
+    async def work(store: MooncakeStore) -> None:
+        try:
+            await put(store, [("a", b"1")])
+        except StoreClosed as error:
+            outcome.append(error)
+
+    with cluster.hanging(), anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks, store_of(cluster) as store:
+            tasks.start_soon(work, store)
+            await anyio.sleep(0.05)
+        assert len(outcome) == 1
+        assert not cluster.natives[0].closed
+        assert cluster.natives[0].inside == 1
+
+
+async def test_a_forked_child_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with store_of(cluster) as store:
+        pid = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+        with pytest.raises(StoreClosed, match="a forked child opens its own"):
+            await store.exists(["a"], deadline=math.inf)
+        monkeypatch.undo()
+        assert (await store.exists(["a"])).tolist() == [ABSENT]
