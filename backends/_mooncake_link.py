@@ -100,6 +100,7 @@ class Link:
         self._pid = os.getpid()
         self._doubts = 0
         self._changed = anyio.Event()
+        self.advice: list[str] = []  #: what Mooncake makes of the settings, if that is not what they say
         self._said: set[str] = set()
 
     # ---- life
@@ -211,6 +212,7 @@ class Link:
         if not await call.wait(anyio.current_time() + self.settings.options.timeout_s):
             raise StoreError("the first call of a new client did not come back in time")
         call.result()
+        self.advice = advice
         for text in advice:
             self._say(text)
 

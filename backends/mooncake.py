@@ -25,6 +25,7 @@ from kvpool.backends._lifecycle import Lifecycle
 from kvpool.backends._mooncake_batch import batches, rounds
 from kvpool.backends._mooncake_client import connect
 from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
+from kvpool.backends._mooncake_doctor import look
 from kvpool.backends._mooncake_keys import KeyMemory
 from kvpool.backends._mooncake_link import Connect, Link
 from kvpool.backends._mooncake_moves import BATCH_BYTES, BATCH_PIECES, BATCH_VALUES, Moves
@@ -33,7 +34,18 @@ from kvpool.deadlines import move_on_at
 from kvpool.errors import StoreClosed, StoreError, WrongLength
 from kvpool.memory import Buffers, Region
 from kvpool.registry import URL, parse_url
-from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
+from kvpool.store import (
+    ABSENT,
+    PRESENT,
+    UNKNOWN,
+    Capabilities,
+    Finding,
+    Presence,
+    Results,
+    Status,
+    Store,
+    check_batch,
+)
 
 __all__ = ["MooncakeStore"]
 
@@ -115,6 +127,18 @@ class MooncakeStore(Store):
             _ = region.view  # memory of a device cannot be proven, so it is refused
         with self._call():
             await self._link.register(regions)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        """The master and its memory, this machine's way to it, and settings that do not do what they say."""
+        with self._call():
+            host = trouble = ""
+            try:
+                host = self._link.client().host
+            except StoreClosed:
+                raise
+            except StoreError as error:
+                trouble = str(error)
+            return await look(self._settings, host, trouble, self._link.advice)
 
     # ---- the contract
 

@@ -136,4 +136,5 @@ def _soon() -> float:
 
 
 def _ms(begin: float) -> str:
-    return f"{(time.perf_counter() - begin) * 1e3:.2g} ms"
+    ms = (time.perf_counter() - begin) * 1e3
+    return f"{ms:.2g} ms" if ms < 10 else f"{ms:.0f} ms"
