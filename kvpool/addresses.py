@@ -52,11 +52,10 @@ class AddressRows:
         ids = self.layout.check(block_ids)
         if not ids.size:
             return [], []
-        if ids.ndim == 1:
-            return self._lookup(ids.tolist()), [self._sizes] * len(ids)
-        rows, k = self._lookup(ids.ravel().tolist()), ids.shape[1]
-        chunks = [[a for row in rows[i : i + k] for a in row] for i in range(0, len(rows), k)]
-        return chunks, [self._sizes * k] * len(ids)
+        rows, k = self._lookup(ids.ravel().tolist()), 1 if ids.ndim == 1 else ids.shape[1]
+        if k > 1:
+            rows = [[a for row in rows[i : i + k] for a in row] for i in range(0, len(rows), k)]
+        return rows, [self._sizes * k] * len(ids)
 
     def buffers(self, block_ids: npt.ArrayLike) -> Buffers:
         """Like :meth:`lists`, as :class:`~kvpool.memory.Buffers` that have kept rows as their ``lists``."""

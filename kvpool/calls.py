@@ -11,8 +11,8 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import anyio
 import anyio.abc
@@ -29,6 +29,8 @@ __all__ = ["FailedKeys", "Outcome", "StoreCalls", "checked_presence", "checked_r
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+#: Tasks that have ended a call and wait for the next one; further ones go.
+MAX_IDLE = 16
 #: So many calls left behind that still run mean that the store is wedged: further calls fail at once.
 MAX_LEFT_BEHIND = 32
 
@@ -42,12 +44,17 @@ class Outcome(Generic[T]):
     late: bool = False
 
 
-@dataclass(slots=True)
 class _Call(Generic[T]):
-    lease: Lease | None
-    outcome: Outcome[T]
-    done: anyio.Event = field(default_factory=anyio.Event)
-    left_behind: int | None = None  #: bytes of the lease, once nobody waits any more
+    """One call. ``left_behind``: bytes of the lease, once nobody waits any more."""
+
+    __slots__ = ("done", "fn", "lease", "left_behind", "outcome", "scope")
+
+    def __init__(self, fn: Callable[[], Awaitable[T]], lease: Lease | None) -> None:
+        self.fn, self.lease = fn, lease
+        self.outcome: Outcome[T] = Outcome(late=True)
+        self.done = anyio.Event()
+        self.scope = anyio.CancelScope()
+        self.left_behind: int | None = None
 
     def release(self) -> None:
         lease, self.lease = self.lease, None
@@ -71,6 +78,7 @@ class StoreCalls:
         self._counters = counters
         self.left_behind = 0  #: calls that still run though nobody waits for them
         self.left_bytes = 0  #: staging memory that they hold
+        self._idle: list[_Idle] = []
 
     async def run(self, fn: Callable[[], Awaitable[T]], deadline: float, lease: Lease | None = None) -> Outcome[T]:
         """Await ``fn()`` until the deadline.
@@ -80,10 +88,14 @@ class StoreCalls:
         """
         if self.left_behind >= MAX_LEFT_BEHIND or self.left_bytes > self._max_left_bytes:
             return Outcome(error=StoreError(f"the store hangs: {self.left_behind} calls do not come back"))
-        call: _Call[T] = _Call(lease, Outcome())
-        self._tasks.start_soon(self._run, call, fn, deadline)
+        call = _Call(fn, lease)
+        if self._idle:
+            self._idle.pop().take(call)
+        else:
+            self._tasks.start_soon(self._serve, call)
+        until = deadline + self._grace
         try:
-            with move_on_at(deadline + self._grace):
+            with move_on_at(until):
                 await call.done.wait()
             if not call.done.is_set() or call.outcome.late:
                 return Outcome(late=True)
@@ -95,16 +107,35 @@ class StoreCalls:
             if call.done.is_set():
                 call.release()
             else:
+                call.scope.deadline = until
                 call.left_behind = lease.nbytes if lease is not None else 0
                 self.left_behind += 1
                 self.left_bytes += call.left_behind
                 self._counters.abandoned_calls += 1
 
-    async def _run(self, call: _Call[T], fn: Callable[[], Awaitable[T]], deadline: float) -> None:
-        call.outcome.late = True
+    def close(self) -> None:
+        """Let the idle tasks end; calls that run go on."""
+        while self._idle:
+            self._idle.pop().take(None)
+
+    async def _serve(self, call: _Call[Any] | None) -> None:
+        """Run one call after another, in the context (contextvars) of the first.
+
+        A new task for each would cost 10 us more, a third of a call that finds nothing to do.
+        """
+        while call is not None:
+            await self._run(call)
+            if len(self._idle) >= MAX_IDLE:
+                return
+            idle = _Idle()
+            self._idle.append(idle)
+            await idle.called.wait()
+            call = idle.call
+
+    async def _run(self, call: _Call[T]) -> None:
         try:
-            with move_on_at(deadline + self._grace):
-                call.outcome.result = await fn()
+            with call.scope:
+                call.outcome.result = await call.fn()
                 call.outcome.late = False
         except Exception as error:
             call.outcome.error, call.outcome.late = error, False
@@ -119,6 +150,18 @@ class StoreCalls:
                 self.left_behind -= 1
                 self.left_bytes -= call.left_behind
                 call.release()
+
+
+class _Idle:
+    """A task that waits for its next call."""
+
+    def __init__(self) -> None:
+        self.called = anyio.Event()
+        self.call: _Call[Any] | None = None
+
+    def take(self, call: _Call[Any] | None) -> None:
+        self.call = call
+        self.called.set()
 
 
 class FailedKeys:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.attention import Mask, Reuse, needed, reachable
-from kvpool.search import MAX_WAVES, Hit, Probe, Search, search
+from kvpool.search import MAX_WAVES, Hit, HitSearch, Probe, Search
 from kvpool.spec import CacheSpec, Kind
 
 __all__ = ["MAX_WAVES", "Coordinator", "Hit", "Mask", "Probe", "Search"]
@@ -31,6 +31,7 @@ class Coordinator:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
+        self._search = HitSearch(spec)
 
     # -- looking up
 
@@ -41,7 +42,7 @@ class Coordinator:
         reach beyond it is a miss. A hit never covers the last token, and every hit is loadable in every group. At most
         :data:`MAX_WAVES` waves, and never a hash outside :meth:`everything`.
         """
-        return search(self.spec, num_tokens, num_hashes, local_tokens)
+        return self._search.search(num_tokens, num_hashes, local_tokens)
 
     def everything(self, num_tokens: int, num_hashes: int) -> list[Probe]:
         """All that the masks and limits allow to ask for a prompt, as one wave; a search asks for a part of it."""

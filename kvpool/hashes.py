@@ -84,7 +84,7 @@ class BlockHashes(Sequence[bytes]):
 
     def pack(self, indices: npt.NDArray[np.intp]) -> bytes:
         """The digests at ``indices`` (intp[n], 0 <= i < len) back to back, in one gather. Raises IndexError."""
-        if len(indices) and (least := int(np.min(indices))) < 0:  # take() would count it from the end
+        if len(indices) and (least := int(indices.min())) < 0:  # take() would count it from the end
             raise IndexError(f"hash {least} of {self._count}")
         return self._rows[: self._count].take(indices, axis=0).tobytes()
 

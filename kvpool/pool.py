@@ -160,16 +160,19 @@ class KVPool:
         """
         self._check_open()
         start = anyio.current_time()
-        limit = self._limit(deadline, self.config.lookup_timeout_ms / 1000)
+        limit = start + self.config.lookup_timeout_ms / 1000
+        if deadline is not None and deadline < limit:
+            limit = deadline
         count = self.counters
         count.lookups += 1
+        space = keyspace or self.keyspace
         outcome: Literal["hit", "miss", "late", "failed"]
         hit = Hit(0, (0,) * len(self.spec.groups))
         search = self.coordinator.search(num_tokens, len(hashes), local_tokens=local_tokens)
         try:
             probes = next(search)
             while True:
-                probes = search.send(await self._probe(keyspace or self.keyspace, hashes, probes, limit))
+                probes = search.send(await self._probe(space, hashes, probes, limit))
         except StopIteration as stop:
             found: Hit = stop.value
             outcome = "hit" if found.length - local_tokens >= max(1, self.config.min_load_tokens) else "miss"
@@ -179,40 +182,35 @@ class KVPool:
         except Exception as error:
             outcome = "failed"
             logger.warning("lookup answered as a miss: %s: %s", type(error).__name__, error)
-        count.add(
-            lookup_hits=outcome == "hit",
-            lookup_misses=outcome == "miss",
-            lookup_late=outcome == "late",
-            lookup_failed=outcome == "failed",
-            hit_tokens=hit.length,
-        )
-        tell(self._listener, LookupEnded(outcome, hit.length, num_tokens, anyio.current_time() - start))
+        count.lookup_hits += outcome == "hit"
+        count.lookup_misses += outcome == "miss"
+        count.lookup_late += outcome == "late"
+        count.lookup_failed += outcome == "failed"
+        count.hit_tokens += hit.length
+        if self._listener is not None:
+            tell(self._listener, LookupEnded(outcome, hit.length, num_tokens, anyio.current_time() - start))
         return hit
 
     async def _probe(
         self, keyspace: KeySpace, hashes: BlockHashes, probes: Sequence[Probe], deadline: float
     ) -> list[Presence]:
         """Ask the store for one wave: every shard of every probe in one call, reduced over the shards."""
-        shards = [self.spec.groups[p.group].shards for p in probes]
-        keys = [
-            key
-            for probe, n in zip(probes, shards, strict=True)
-            for shard in range(n)
-            for key in keyspace.keys(probe.group, shard, hashes, probe.hash_ids)
-        ]
         self.counters.probe_waves += 1
-        asked = await self._transfers.present(keys, deadline)
+        asked = await self._transfers.present(keyspace.all_shards(hashes, probes), deadline)
         if asked.late:
             raise TimeoutError
-        if asked.result is None:
+        if (found := asked.result) is None:
             raise asked.error or StoreError("no answer")
         answer: list[Presence] = []
         start = 0
-        for probe, n in zip(probes, shards, strict=True):
-            size = len(probe.hash_ids)
-            every = (asked.result[start : start + n * size].reshape(n, size) == PRESENT).all(axis=0)
-            answer.append(every.astype(np.uint8))
-            start += n * size
+        for group, hash_ids in probes:
+            shards, size = self.spec.groups[group].shards, len(hash_ids)
+            end = start + shards * size
+            every = found[start:end]
+            if shards > 1:
+                every = (every.reshape(shards, size) == PRESENT).all(axis=0).astype(np.uint8)
+            answer.append(every)
+            start = end
         return answer
 
     async def pin(self, parts: Sequence[Transfer], *, seconds: float, keyspace: KeySpace | None = None) -> Pins:

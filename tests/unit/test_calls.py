@@ -42,6 +42,7 @@ async def test_no_memory_is_lost_when_a_call_and_its_waiter_end_together(after: 
         await anyio.sleep(0.05)
         assert calls.left_behind == calls.left_bytes == 0
         assert staging.free_bytes == staging.nbytes
+        calls.close()
 
 
 async def test_a_cancellation_that_a_store_leaks_fails_that_call_alone() -> None:
@@ -58,6 +59,7 @@ async def test_a_cancellation_that_a_store_leaks_fails_that_call_alone() -> None
             return 7
 
         assert (await calls.run(works, anyio.current_time() + 5)).result == 7
+        calls.close()
 
 
 def _on_asyncio() -> bool:
@@ -107,6 +109,7 @@ async def test_memory_held_by_calls_left_behind_is_bounded() -> None:
         release.set()
         await anyio.wait_all_tasks_blocked()
         assert staging.free_bytes == staging.nbytes
+        calls.close()
 
 
 async def _with_lease(calls: StoreCalls, staging: Staging, fn: Callable[[], Awaitable[int]]) -> Outcome[int]:

@@ -77,6 +77,7 @@ class TestSearch:
         """The same with constants so small that short prompts need every wave."""
         spec, num_tokens, stored, local = case
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(search_module, "_LADDER", np.array([0, 1 << 40]))
             patch.setattr(search_module, "_SAMPLES", 2)
             patch.setattr(search_module, "_SPACING", np.linspace(0.0, 1.0, 2))
             patch.setattr(search_module, "_BATCH", 1)
