@@ -1,0 +1,246 @@
+"""What a shared store gives a vLLM engine, and what it costs one that finds nothing in it.
+
+``python -m benchmarks.vllm_reuse [--store URL] [--plot FILE.svg] [--json FILE] [--tiny]`` needs vLLM.
+
+- Reuse: engine A computes prompts of several lengths and saves them; it ends, and engine B, a new process, loads them.
+  Time to first token of both; the answers must be equal. A's time is with the connector, which saves meanwhile.
+- No reuse: an engine with the connector and one without take turns on prompts that nobody has seen. Processor seconds
+  of the whole process, saves included, per prompt token; the ratio of each pair of turns. Beside it what no connector
+  can do without: one copy of the same bytes and one write of them into a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bars import bars
+from tests.vllm.engine import ENVIRONMENT, prompt
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    hidden: int
+    layers: int
+    lengths: tuple[int, ...]  #: prompt tokens
+    repeats: int
+    turns: int
+    turn_tokens: int
+
+
+FULL = Size(512, 8, (1024, 2048, 4096, 8192), repeats=3, turns=12, turn_tokens=2048)
+TINY = Size(128, 2, (256, 512), repeats=1, turns=2, turn_tokens=256)
+
+
+# ---- one engine in a process of its own: a line of JSON in, a line of JSON out
+
+
+def serve(model: str, store: str, longest: int) -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from tests.vllm.engine import Engine
+
+    per_token = _kv_bytes_per_token(model)
+    engine = Engine(
+        Path(model),
+        {"store": store} if store else None,
+        kv_bytes=3 * (longest + 256) * per_token,
+        max_model_len=longest + 256,
+    )
+    engine.run(prompt(min(longest, 1024), seed=0), output=2)  # the first call of anything is slow
+    engine.drain()
+    _say({"kv_bytes_per_token": per_token})
+    for line in sys.stdin:
+        job = json.loads(line)
+        before, cpu = engine.counters if store else {}, time.process_time()
+        start = time.perf_counter()
+        output = engine.run(prompt(job["tokens"], seed=job["seed"]), output=1)
+        seconds = time.perf_counter() - start
+        engine.drain()
+        cpu = time.process_time() - cpu
+        grown = {k: v - before[k] for k, v in (engine.counters if store else {}).items() if v != before[k]}
+        _say({"first_token_s": seconds, "cpu_s": cpu, "token": output.tokens, "cached": output.cached, "did": grown})
+    engine.close()
+
+
+def _say(what: dict[str, Any]) -> None:
+    print("SAY " + json.dumps(what), flush=True)
+
+
+def _kv_bytes_per_token(model: str) -> int:
+    config = json.loads((Path(model) / "config.json").read_text())
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4)
+
+
+class Process:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: Path, store: str, size: Size) -> None:
+        longest = max(*size.lengths, size.turn_tokens)
+        command = [sys.executable, "-m", "benchmarks.vllm_reuse", "--engine", str(model), store, str(longest)]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("SAY "):
+                answer: dict[str, Any] = json.loads(line.removeprefix("SAY "))
+                return answer
+        self._errors.seek(0)
+        raise RuntimeError("an engine ended early:\n" + self._errors.read()[-3000:])
+
+    def run(self, tokens: int, seed: int) -> dict[str, Any]:
+        """One prompt from arrival until everything is saved."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"tokens": tokens, "seed": seed}) + "\n")
+        self._process.stdin.flush()
+        return self.hear()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._errors.close()
+
+
+@contextmanager
+def engines(model: Path, stores: Sequence[str], size: Size) -> Iterator[list[Process]]:
+    """One engine a store, ready; "" is an engine without a connector."""
+    processes = [Process(model, store, size) for store in stores]
+    try:
+        for process in processes:
+            process.hear()
+        yield processes
+    finally:
+        for process in processes:
+            process.end()
+
+
+# ---- what is measured
+
+
+def first_tokens(engine: Process, size: Size) -> dict[int, list[dict[str, Any]]]:
+    """For each length, what ``repeats`` prompts gave; the prompts are the same for every engine."""
+    return {n: [engine.run(n, seed=1000 * n + i) for i in range(size.repeats)] for n in size.lengths}
+
+
+def turns(without: Process, with_pool: Process, size: Size) -> list[dict[str, float]]:
+    """Processor seconds a prompt token of both engines, turn by turn; who begins changes too."""
+    pairs = []
+    for turn in range(size.turns):
+        sides = {"without": without, "with": with_pool}
+        order = list(sides) if turn % 2 else list(sides)[::-1]
+        done = {side: sides[side].run(size.turn_tokens, seed=10**6 + turn) for side in order}
+        assert not done["with"]["cached"], "something was reused"
+        pairs.append({side: done[side]["cpu_s"] / size.turn_tokens for side in sides})
+    return pairs
+
+
+def floor(nbytes: int, folder: str) -> float:
+    """Processor seconds to copy ``nbytes`` once and to write them into a file once."""
+    source, copy = bytearray(os.urandom(nbytes)), bytearray(nbytes)
+    spent = []
+    for i in range(5):
+        start = time.process_time()
+        copy[:] = source
+        with open(f"{folder}/floor-{i}", "wb", buffering=0) as file:
+            file.write(copy)
+        spent.append(time.process_time() - start)
+        os.unlink(f"{folder}/floor-{i}")
+    return statistics.median(spent)
+
+
+def measure(store: str, size: Size, folder: str) -> dict[str, Any]:
+    from tests.vllm.models import write_llama
+
+    model = write_llama(Path(folder) / "model", hidden=size.hidden, layers=size.layers, heads=size.hidden // 32)
+    with engines(model, ["", store], size) as (without, a):
+        pairs = turns(without, a, size)
+        cold = first_tokens(a, size)
+    with engines(model, [store], size) as (b,):
+        pool = first_tokens(b, size)
+    nbytes = size.turn_tokens * _kv_bytes_per_token(str(model))
+    return {
+        "cold": cold,
+        "pool": pool,
+        "turns": pairs,
+        "kv_bytes_per_token": _kv_bytes_per_token(str(model)),
+        "floor_cpu_s": floor(nbytes, folder) / size.turn_tokens,
+    }
+
+
+# ---- what a person sees
+
+
+def report(result: dict[str, Any], size: Size) -> dict[str, dict[int, float]]:
+    """Print the tables; the medians of time to first token in ms. Exits if an answer differs or was not reused."""
+    medians = {
+        side: {n: 1000 * statistics.median(run["first_token_s"] for run in result[side][n]) for n in size.lengths}
+        for side in ("cold", "pool")
+    }
+    print(f"Time to first token, hidden size {size.hidden}, {size.layers} layers, fp32 (median of {size.repeats}):\n")
+    print(f"{'prompt tokens':>14}{'A, cold':>12}{'B, from store':>16}{'faster':>9}{'not computed':>15}")
+    for n in size.lengths:
+        cold, pool = medians["cold"][n], medians["pool"][n]
+        cached = min(run["cached"] for run in result["pool"][n])
+        print(f"{n:>14}{cold:>9.0f} ms{pool:>13.0f} ms{cold / pool:>8.1f}x{cached:>15}")
+        for one, other in zip(result["cold"][n], result["pool"][n], strict=True):
+            if one["token"] != other["token"]:
+                sys.exit(f"WRONG: B answers a prompt of {n} tokens with {other['token']}, A with {one['token']}")
+        if not cached:
+            sys.exit(f"WRONG: B reused nothing of a prompt of {n} tokens; can processes share the store?")
+    print("\nEvery answer of B is A's.\n")
+    ratios = sorted(pair["with"] / pair["without"] for pair in result["turns"])
+    without, with_pool = (1e6 * statistics.median(p[side] for p in result["turns"]) for side in ("without", "with"))
+    print(f"No reuse, {len(ratios)} pairs of turns on prompts of {size.turn_tokens} tokens, processor time a token:\n")
+    print(f"without {without:.1f} us, with the connector {with_pool:.1f} us, of which {with_pool - without:.1f} more;")
+    print(f"ratio {statistics.median(ratios):.3f} (of pairs: {ratios[0]:.3f} to {ratios[-1]:.3f});")
+    print(f"one copy and one write of {result['kv_bytes_per_token']} bytes: {1e6 * result['floor_cpu_s']:.1f} us.")
+    return medians
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", help="a store that processes share (default: files in a temporary folder)")
+    parser.add_argument("--plot", type=Path, help="draw the times to first token into this SVG file")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a small model and few prompts, to see that it works")
+    parser.add_argument("--engine", nargs=3, metavar=("MODEL", "STORE", "TOKENS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        model, store, longest = options.engine
+        serve(model, store, int(longest))
+        return
+    size = TINY if options.tiny else FULL
+    with tempfile.TemporaryDirectory(prefix="kvpool-vllm-") as folder:
+        result = measure(options.store or f"file://{folder}/store", size, folder)
+    medians = report(result, size)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    if options.plot:
+        title = f"Time to first token (ms): vLLM, hidden size {size.hidden}, {size.layers} layers, fp32, CPU"
+        rows = {f"{n} tokens": (medians["cold"][n], medians["pool"][n]) for n in size.lengths}
+        options.plot.write_text(bars(title, ("cold: all computed", "pool: loaded from the store"), rows))
+
+
+if __name__ == "__main__":
+    main()
