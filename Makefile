@@ -9,6 +9,7 @@ VLLM_OTHERS ?= 0.30.0 0.31.0
 STORE ?= memory://
 REPLAY_ARGS ?=
 BENCH_ARGS ?=
+DEMO_ARGS ?= --plot docs/vllm-reuse.svg
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check -qq
@@ -16,11 +17,12 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-long servers vllm-versions replay format clean
+.PHONY: help demo demo-vllm test test-fast test-long servers vllm-versions replay format clean
 .PHONY: lint lint-ruff lint-format lint-imports lint-mypy lint-pyright
 
 help:
 	@echo 'make demo       two engines in two processes share their KV cache through a directory'
+	@echo 'make demo-vllm  two vLLM engines share a store: time to first token, and what the connector costs without reuse'
 	@echo 'make test       all tests, those with a real vLLM engine included (CPU; installs about 3 GB)'
 	@echo 'make test-fast  all tests but those that need vLLM'
 	@echo 'make test-long  the tests that take minutes'
@@ -32,6 +34,9 @@ help:
 
 demo: $(VENV)/.core
 	@$(bin)/python examples/demo.py
+
+demo-vllm: $(VENV)/.dev $(VENV)/.vllm
+	@$(bin)/python -m benchmarks.vllm_reuse $(DEMO_ARGS)
 
 test: $(VENV)/.dev $(VENV)/.vllm vllm-versions servers
 	@$(bin)/python -m pytest $(PYTEST_ARGS)

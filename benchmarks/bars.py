@@ -16,9 +16,9 @@ def bars(title: str, sides: Sequence[str], rows: Mapping[str, Sequence[float]]) 
     longest = max(value for values in rows.values() for value in values)
     height = _TOP + len(rows) * (len(sides) * _BAR + _GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" font-family="sans-serif" '
-        'font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" font-family="sans-serif">',
         f'<rect width="720" height="{height}" fill="white"/>',
+        '<g font-size="12">',
         f'<text x="10" y="20" font-size="14">{escape(title)}</text>',
     ]
     for i, side in enumerate(sides):
@@ -31,11 +31,9 @@ def bars(title: str, sides: Sequence[str], rows: Mapping[str, Sequence[float]]) 
         parts.append(f'<text x="{_LEFT - 10}" y="{middle:.0f}" text-anchor="end">{escape(name)}</text>')
         for i, value in enumerate(values):
             length = _LENGTH * value / longest
-            parts.append(
-                f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR - 2}" fill="{_COLOURS[i]}"/>'
-            )
+            parts.append(f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR - 2}" fill="{_COLOURS[i]}"/>')
             ratio = f" ({values[0] / value:.1f}x faster)" if i and value < values[0] else ""
             parts.append(f'<text x="{_LEFT + length + 6:.1f}" y="{y + 12}">{value:.0f}{ratio}</text>')
             y += _BAR
         y += _GAP
-    return "\n".join([*parts, "</svg>", ""])
+    return "\n".join([*parts, "</g></svg>", ""])

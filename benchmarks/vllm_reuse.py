@@ -5,8 +5,9 @@
 - Reuse: engine A computes prompts of several lengths and saves them; it ends, and engine B, a new process, loads them.
   Time to first token of both; the answers must be equal. A's time is with the connector, which saves meanwhile.
 - No reuse: an engine with the connector and one without take turns on prompts that nobody has seen. Processor seconds
-  of the whole process, saves included, per prompt token; the ratio of each pair of turns. Beside it what no connector
-  can do without: one copy of the same bytes and one write of them into a file.
+  of the whole process, saves included, per prompt token; the ratio of each pair of turns. These two compute on one
+  thread, because threads that wait for each other spin, and that is no work. Beside it what no connector can do
+  without: one copy of the same bytes and one write of them into a file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ TINY = Size(128, 2, (256, 512), repeats=1, turns=2, turn_tokens=256)
 # ---- one engine in a process of its own: a line of JSON in, a line of JSON out
 
 
-def serve(model: str, store: str, longest: int) -> None:
+def serve(model: str, store: str, longest: int, threads: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = threads
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from tests.vllm.engine import Engine
@@ -88,9 +90,9 @@ def _kv_bytes_per_token(model: str) -> int:
 class Process:
     """An engine in a process of its own."""
 
-    def __init__(self, model: Path, store: str, size: Size) -> None:
-        longest = max(*size.lengths, size.turn_tokens)
-        command = [sys.executable, "-m", "benchmarks.vllm_reuse", "--engine", str(model), store, str(longest)]
+    def __init__(self, model: Path, store: str, threads: int, longest: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.vllm_reuse", "--engine", str(model), store]
+        command += [str(longest), str(threads)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -123,9 +125,9 @@ class Process:
 
 
 @contextmanager
-def engines(model: Path, stores: Sequence[str], size: Size) -> Iterator[list[Process]]:
-    """One engine a store, ready; "" is an engine without a connector."""
-    processes = [Process(model, store, size) for store in stores]
+def engines(model: Path, *kinds: tuple[str, int], longest: int) -> Iterator[list[Process]]:
+    """One engine a (store, threads), ready; "" is an engine without a connector."""
+    processes = [Process(model, store, threads, longest) for store, threads in kinds]
     try:
         for process in processes:
             process.hear()
@@ -173,10 +175,11 @@ def measure(store: str, size: Size, folder: str) -> dict[str, Any]:
     from tests.vllm.models import write_llama
 
     model = write_llama(Path(folder) / "model", hidden=size.hidden, layers=size.layers, heads=size.hidden // 32)
-    with engines(model, ["", store], size) as (without, a):
-        pairs = turns(without, a, size)
+    longest = max(*size.lengths, size.turn_tokens)
+    with engines(model, ("", 1), (store, 1), (store, 2), longest=longest) as (without, with_pool, a):
+        pairs = turns(without, with_pool, size)
         cold = first_tokens(a, size)
-    with engines(model, [store], size) as (b,):
+    with engines(model, (store, 2), longest=longest) as (b,):
         pool = first_tokens(b, size)
     nbytes = size.turn_tokens * _kv_bytes_per_token(str(model))
     return {
@@ -224,11 +227,11 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the times to first token into this SVG file")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="a small model and few prompts, to see that it works")
-    parser.add_argument("--engine", nargs=3, metavar=("MODEL", "STORE", "TOKENS"), help=argparse.SUPPRESS)
+    parser.add_argument("--engine", nargs=4, metavar=("MODEL", "STORE", "TOKENS", "THREADS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        model, store, longest = options.engine
-        serve(model, store, int(longest))
+        model, store, longest, threads = options.engine
+        serve(model, store, int(longest), threads)
         return
     size = TINY if options.tiny else FULL
     with tempfile.TemporaryDirectory(prefix="kvpool-vllm-") as folder:

@@ -1,15 +1,19 @@
 """What kvpool costs a vLLM engine: time in the match call, engine steps with the pool active against without.
 
-``python -m benchmarks.vllm_step [--runs N] [--json FILE]`` needs vLLM. It starts one engine process after another, in
-turn without and with the connector, on the same stream of requests: two long decodes run all the time while new
-prompts arrive, half of them with a prefix of their own kind. Almost all are computed and saved, so the figures are
+``python -m benchmarks.vllm_step [--runs N] [--apart] [--json FILE]`` needs vLLM. It starts one engine process after
+another, in turn without and with the connector, on the same stream of requests: two long decodes run all the time while
+new prompts arrive, half of them with a prefix of their own kind. Almost all are computed and saved, so the figures are
 those of an engine that gets little reuse. Steps are compared within a kind, decode only or with prefill.
+
+``--apart`` gives the engine's computation core 0 and the pool (event loop, worker threads, store) core 1; without it
+the engine computes on both cores and the pool takes its share of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -26,10 +30,19 @@ from tests.vllm.engine import ENVIRONMENT
 PREFIX, PROMPT, ARRIVALS, DECODE = 512, 640, 60, 1200
 
 
-def measure(model: str, store: str) -> dict[str, Any]:
-    """One engine, one stream of requests. Times in microseconds."""
-    import os
+#: The engine's threads on one core, bound by vLLM itself.
+APART = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
 
+
+async def _move(_: object) -> None:
+    """The event loop's thread, and the worker threads that it starts from now on, to core 1."""
+    os.sched_setaffinity(0, {1})
+
+
+def measure(model: str, store: str, apart: bool) -> dict[str, Any]:
+    """One engine, one stream of requests. Times in microseconds."""
+    if apart:
+        os.environ.update(APART)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from tests.vllm.engine import Engine, prompt
@@ -48,6 +61,8 @@ def measure(model: str, store: str) -> dict[str, Any]:
             return answer
 
         connector.get_num_new_matched_tokens = timed
+        if apart:
+            engine.worker._portal.submit(_move, token=("hello", 1))
     shared = [prompt(PREFIX, seed=i) for i in range(4)]
     engine.finish([engine.add(p, output=1) for p in shared])
     engine.drain()
@@ -89,10 +104,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--apart", action="store_true", help="the engine on core 0, the pool on core 1")
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "STORE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT " + json.dumps(measure(*options.child)), flush=True)
+        model_folder, its_store = options.child
+        print("RESULT " + json.dumps(measure(model_folder, its_store, options.apart)), flush=True)
         return
     from tests.vllm.models import write_llama
 
@@ -103,6 +120,7 @@ def main() -> None:
             for side, done in sides.items():
                 store = f"file://{folder}/store-{run}" if side == "with" else ""
                 command = [sys.executable, "-m", "benchmarks.vllm_step", "--child", str(model), store]
+                command += ["--apart"] * options.apart
                 child = subprocess.run(command, capture_output=True, text=True, check=False)
                 lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
                 if not lines:

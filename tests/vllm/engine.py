@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -119,13 +119,22 @@ class Engine:
 
     # ---- requests
 
-    def add(self, tokens: Sequence[int], *, output: int = 6, name: str = "", salt: str = "") -> str:
-        """Queue a greedy request; returns its id."""
+    def add(
+        self, tokens: Sequence[int], *, output: int = 6, name: str = "", salt: str = "", stop: Sequence[int] = ()
+    ) -> str:
+        """Queue a greedy request of at most ``output`` tokens, that ends with one of ``stop`` too; returns its id."""
         from vllm import SamplingParams
 
         self._ids += 1
         name = name or f"request-{self._ids}"
-        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False, logprobs=1)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=output,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=1,
+            stop_token_ids=list(stop) or None,
+        )
         body: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         if salt:
             body["cache_salt"] = salt
@@ -154,6 +163,16 @@ class Engine:
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
+
+    def step_until(self, reached: Callable[[], object]) -> dict[str, Output]:
+        """Step until ``reached()`` holds; the requests that ended on the way. Fails if it never does."""
+        done: dict[str, Output] = {}
+        end = time.monotonic() + PATIENCE
+        while not reached():
+            assert self.scheduler.has_requests(), "the engine came to rest before"
+            assert time.monotonic() < end, "the engine never came there"
+            done |= self.step()
+        return done
 
     def drain(self) -> None:
         """Step until the engine has nothing left to do, saves included."""

@@ -83,3 +83,23 @@ def write_llama(
         }
     save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer beside the model: token ``n`` is the word ``wn``, words are split at white space."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = {0: "<pad>", 1: "<s>", 2: "</s>"}
+    words = {names.get(token, f"w{token}"): token for token in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")  # words apart by spaces
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<pad>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

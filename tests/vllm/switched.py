@@ -74,9 +74,9 @@ class SwitchedTransport(LookupTransport):
 
         async def keep() -> None:
             while True:
-                if SwitchedTransport.state != "gone":
+                if not _gone():
                     async with self._inner.serve(answer, namespace=namespace):
-                        while SwitchedTransport.state != "gone":
+                        while not _gone():  # noqa: ASYNC110  # another thread switches
                             await anyio.sleep(_POLL_S)
                 await anyio.sleep(_POLL_S)
 
@@ -90,3 +90,7 @@ class SwitchedTransport(LookupTransport):
 
     def polled_client(self) -> PolledLookupClient:
         return self._inner.polled_client()
+
+
+def _gone() -> bool:
+    return SwitchedTransport.state == "gone"

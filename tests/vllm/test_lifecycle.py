@@ -24,7 +24,8 @@ def engine(
     model: Path = request.getfixturevalue(request.param)
     store = f"file://{tmp_path_factory.mktemp('store')}"
     timeouts = {"load_timeout_s": 1, "save_timeout_s": 1, "lookup_timeout_ms": 1000, "failed_key_ttl_s": 0}
-    engine = Engine(model, {"store": faults.url(store), **timeouts}, kv_bytes=64 << 20)
+    config = {"store": faults.url(store), **timeouts}
+    engine = Engine(model, config, kv_bytes=64 << 20, max_num_batched_tokens=512)  # prompts are computed in pieces
     yield engine
     engine.close()
 
@@ -83,6 +84,42 @@ def test_a_store_that_misbehaves_costs_a_recomputation_at_most(
         done = engine.finish(names)
         assert done[names[0]].near(cold)
         assert done[names[1]].finish == "length"
+        engine.assert_at_rest()
+    engine.forget()
+    assert engine.run(tokens).near(cold)
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("state", "op"),
+    [("waits for the lookup", "exists"), ("loads", "get"), ("computes", ""), ("decodes", ""), ("saves", "put")],
+)
+def test_abort_in_every_state(engine: Engine, faults: Faults, state: str, op: str) -> None:
+    tokens, other = prompt(1000, seed=32), prompt(1500, seed=33)
+    cold = engine.run(tokens)
+    engine.forget()
+    loads = state in ("waits for the lookup", "loads")
+    wanted = tokens if loads else prompt(1000, seed=34 + len(state))
+    with faults(kind="delay", op=op or "delete", seconds=0.2):
+        beside = engine.add(other, output=20)
+        name = engine.add(wanted, output=50)
+        known = engine.scheduler.requests
+        (request,) = (request for key, request in known.items() if key.startswith(name))
+
+        def reached() -> object:
+            held, status = engine.connector.outstanding(), request.status.name
+            computed = request.num_computed_tokens
+            return {
+                "waits for the lookup": held["lookups"] > 0,
+                "loads": held["loads"] > 0 and status == "WAITING_FOR_REMOTE_KVS",
+                "computes": status == "RUNNING" and 0 < computed < len(wanted),
+                "decodes": status == "RUNNING" and request.num_output_tokens > 3,
+                "saves": held["saves"] > 0 and computed == len(wanted),
+            }[state]
+
+        engine.step_until(reached)
+        engine.abort(name)
+        assert engine.finish([beside])[beside].finish == "length"
         engine.assert_at_rest()
     engine.forget()
     assert engine.run(tokens).near(cold)

@@ -1,7 +1,7 @@
 """A real Redis and a lookup server that die, freeze, talk nonsense and come back under a running engine.
 
-Every request ends and gives what a cold run gave (fp32, log probabilities within 1e-3), nothing is left behind, and once
-the server is back the engine saves, finds and loads as before.
+Every request ends and gives what a cold run gave (fp32, log probabilities within 1e-3), nothing is left behind, and
+once the server is back the engine saves, finds and loads as before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,15 +121,20 @@ def talks_nonsense(server: RedisServer) -> Iterator[None]:
         server.start()
 
 
-OUTAGES: list[Outage] = [
-    dies,
-    restarts,
-    freezes,
-    loses_its_keys,
-    is_full,
-    values_are_damaged,
-    talks_nonsense,
-]
+OUTAGES: list[Outage] = [dies, restarts, freezes, loses_its_keys, is_full, values_are_damaged, talks_nonsense]
+TIMES = ["before the lookup", "before the load", "during the save"]
+#: Each outage once; all at all times take part in the long tests.
+SHORT = {
+    (dies, "before the load"),
+    (dies, "during the save"),
+    (restarts, "before the load"),
+    (freezes, "before the lookup"),
+    (freezes, "during the save"),
+    (loses_its_keys, "before the load"),
+    (is_full, "during the save"),
+    (values_are_damaged, "before the load"),
+    (talks_nonsense, "before the lookup"),
+}
 
 
 @contextmanager
@@ -139,11 +145,12 @@ def _after(engine: Engine, when: str, strike: Callable[[], object]) -> Iterator[
         yield
         return
     side, name = (engine.connector, "after_alloc") if when == "before the load" else (engine.worker, "submit")
-    original, struck = getattr(side, name), []
+    original = getattr(side, name)
+    struck: list[object] = []
 
-    def hooked(*args: object) -> None:
+    def hooked(*args: Any) -> None:
         original(*args)
-        if not struck and (args[2] if when == "before the load" else args[0].saves):  # type: ignore[attr-defined]
+        if not struck and (args[2] if when == "before the load" else args[0].saves):
             struck.append(strike())
 
     setattr(side, name, hooked)
@@ -154,15 +161,23 @@ def _after(engine: Engine, when: str, strike: Callable[[], object]) -> Iterator[
         delattr(side, name)
 
 
-@pytest.mark.parametrize("when", ["before the lookup", "before the load", "during the save"])
-@pytest.mark.parametrize("outage", OUTAGES, ids=lambda o: o.__name__)
+@pytest.mark.parametrize(
+    ("outage", "when"),
+    [
+        pytest.param(outage, when, marks=[] if (outage, when) in SHORT else pytest.mark.long)
+        for outage in OUTAGES
+        for when in TIMES
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_redis(engine: Engine, server: RedisServer, outage: Outage, when: str) -> None:
     engine.forget()
     server.raw("FLUSHALL")
     tokens, fresh = prompt(TOKENS, seed=1), prompt(600, seed=2)
     cold, cold_fresh = engine.run(tokens), engine.run(fresh)
     engine.forget()
-    server.raw("FLUSHALL") if when == "during the save" else None
+    if when == "during the save":
+        server.raw("FLUSHALL")
     under = outage(server)
     try:
         with _after(engine, when, under.__enter__):

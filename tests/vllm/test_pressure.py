@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.vllm.engine import Engine, Output, prompt
@@ -31,21 +32,64 @@ def test_forced_preemption(model: Path, tmp_path: Path) -> None:
         engine.close()
 
 
-def test_a_hundred_random_requests(model: Path, tmp_path: Path) -> None:
+def test_aborts_while_preempted(model: Path, tmp_path: Path) -> None:
+    """Requests that were thrown out and have not come back yet are aborted; the others are not disturbed."""
+    from vllm.v1.request import RequestStatus
+
+    engine = Engine(model, {"store": f"file://{tmp_path}"}, kv_bytes=3 << 20)
+    try:
+        names = [engine.add(prompt(400, seed=70 + i), output=150) for i in range(6)]
+        aborted: set[str] = set()
+
+        def preempted() -> list[str]:
+            # vLLM's own ids are the given ones with something random behind.
+            found = [r.request_id for r in engine.scheduler.requests.values() if r.status == RequestStatus.PREEMPTED]
+            return [name for name in names for id_ in found if id_.startswith(name)]
+
+        done = engine.step_until(preempted)
+        for name in preempted():
+            engine.abort(name)
+            aborted.add(name)
+        done |= engine.finish(set(names) - aborted - set(done))
+        assert all(output.finish == "length" for output in done.values())
+        engine.assert_at_rest()
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request: at most ``output`` tokens, or until one of ``stop``; aborted after ``abort`` steps, if at all."""
+
+    tokens: list[int]
+    output: int
+    stop: list[int]
+    abort: int | None
+
+
+def test_two_hundred_random_requests(model: Path, tmp_path: Path) -> None:
+    """Shared prefixes, random stops, random aborts: the same outputs as an engine without a connector."""
     source = random.Random(5)
     shared = [prompt(source.randrange(100, 800), seed=100 + i) for i in range(6)]
-    work: list[tuple[list[int], int]] = []
-    for i in range(100):
+    work = []
+    for i in range(200):
         start = source.choice(shared)[: source.randrange(1, 800)]
-        work.append((prompt(len(start) + source.randrange(1, 300), 200 + i, start), source.randrange(1, 12)))
+        tokens = prompt(len(start) + source.randrange(1, 200), 200 + i, start)
+        stop = source.sample(range(1000), 100) if source.random() < 0.5 else []
+        abort = source.randrange(12) if source.random() < 0.2 else None
+        work.append(Work(tokens, source.randrange(1, 12), stop, abort))
     alone = Engine(model, None)
-    expected = _random(alone, work, seed=1)
+    expected = _random(alone, work, seed=1, aborts=False)
     alone.close()
+    assert {o.finish for o in expected.values()} == {"length", "stop"}
     engine = Engine(model, {"store": f"file://{tmp_path}"}, kv_bytes=16 << 20)
     try:
         for round_ in range(2):
-            outputs = _random(engine, work, seed=2 + round_)
-            assert all(o.near(e) for o, e in zip(outputs, expected, strict=True))
+            outputs = _random(engine, work, seed=2 + round_, aborts=True)
+            assert len(outputs) > 150
+            for i, output in outputs.items():
+                assert output.near(expected[i])
+                assert output.finish == expected[i].finish
             engine.assert_at_rest()
             engine.forget()
         assert engine.counters["loaded_chunks"] > 100
@@ -53,17 +97,33 @@ def test_a_hundred_random_requests(model: Path, tmp_path: Path) -> None:
         engine.close()
 
 
-def _random(engine: Engine, work: list[tuple[list[int], int]], seed: int) -> list[Output]:
-    """All requests in arrival order, with random pauses of engine steps between arrivals."""
+def _random(engine: Engine, work: list[Work], seed: int, *, aborts: bool) -> dict[int, Output]:
+    """All requests in arrival order, with random pauses of engine steps between arrivals; outputs by index."""
     source = random.Random(seed)
-    names: list[str] = []
+    names: dict[str, int] = {}
+    due: dict[str, int] = {}  # steps until a request is aborted
     done: dict[str, Output] = {}
-    for tokens, output in work:
-        names.append(engine.add(tokens, output=output))
+
+    def step() -> None:
+        for name in [name for name, steps in due.items() if steps == 0 or name in done]:
+            if due.pop(name) == 0 and name not in done:
+                engine.abort(name)
+                del names[name]
+        done.update(engine.step())
+        for name in due:
+            due[name] -= 1
+
+    for i, item in enumerate(work):
+        name = engine.add(item.tokens, output=item.output, stop=item.stop)
+        names[name] = i
+        if aborts and item.abort is not None:
+            due[name] = item.abort
         for _ in range(source.randrange(4)):
-            done |= engine.step()
+            step()
+    while due:
+        step()
     done |= engine.finish(set(names) - set(done))
-    return [done[name] for name in names]
+    return {i: done[name] for name, i in names.items()}
 
 
 def _all(engine: Engine, prompts: list[list[int]], output: int) -> list[Output]:

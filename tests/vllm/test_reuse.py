@@ -12,15 +12,30 @@ from typing import Any
 
 import pytest
 
+from tests.redis.server import RedisServer
 from tests.vllm.engine import BLOCK, Engine, Output, prompt
 from tests.vllm.models import WINDOW
 from tests.vllm.other_process import run_engine
 
 
-@pytest.fixture(scope="module", params=["model", "hybrid_model"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    model: Path = request.getfixturevalue(request.param)
-    engine = Engine(model, {"store": f"file://{tmp_path_factory.mktemp('store')}"}, kv_bytes=64 << 20)
+def _kinds(*short: str) -> list[Any]:
+    """Every model on every store as ``model-store``; all but ``short`` take part in the long tests only."""
+    every = [f"{model}-{store}" for model in ("model", "hybrid_model") for store in ("memory", "file", "redis")]
+    return [kind if kind in short else pytest.param(kind, marks=pytest.mark.long) for kind in every]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The URLs of stores that are there for these tests."""
+    with RedisServer() as server:
+        yield {"memory": "memory://", "file": f"file://{tmp_path_factory.mktemp('store')}", "redis": server.url}
+
+
+# The file store has its turn with both models when processes share.
+@pytest.fixture(scope="module", params=_kinds("model-memory", "hybrid_model-redis"))
+def engine(request: pytest.FixtureRequest, stores: dict[str, str]) -> Iterator[Engine]:
+    model, store = request.param.split("-")
+    engine = Engine(request.getfixturevalue(model), {"store": stores[store]}, kv_bytes=64 << 20)
     yield engine
     engine.close()
 
@@ -137,25 +152,49 @@ def test_chunked_prefill_saves_each_block_once(engine: Engine) -> None:
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("multiprocessing", [False, True], ids=["one-process-each", "worker-process"])
-def test_two_engines_share_one_directory(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
-    """A first engine computes and saves; a second, other process loads and answers bitwise as the first's local hit."""
-    first = run_engine(model, f"file://{tmp_path}", "local", multiprocessing)
-    second = run_engine(model, f"file://{tmp_path}", "external", multiprocessing)
+def _shared(*short: str) -> list[Any]:
+    """Models on stores that processes share, in one process each and with a worker process of its own."""
+    kinds = [
+        f"{model}-{store}-{processes}"
+        for model in ("model", "hybrid_model")
+        for store in ("file", "redis")
+        for processes in ("one", "worker")
+    ]
+    return [kind if kind in short else pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", _shared("hybrid_model-redis-one", "model-file-worker"))
+def test_a_second_engine_loads_what_a_first_one_saved(
+    kind: str, stores: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    """The first engine computes, saves and ends; a second, other process answers bitwise as the first's local hit."""
+    name, store, processes = kind.split("-")
+    model = request.getfixturevalue(name)
+    first = run_engine(model, stores[store], "local", processes == "worker")
+    second = run_engine(model, stores[store], "external", processes == "worker")
     assert second["cached"] == first["cached"] == 1000 // BLOCK * BLOCK
     assert (second["tokens"], second["logprobs"]) == (first["tokens"], first["logprobs"])
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline"),
-    [pytest.param(2, 1, id="tensor-parallel"), pytest.param(1, 2, id="pipeline-parallel", marks=pytest.mark.long)],
+    ("store", "tensor", "pipeline"),
+    [
+        pytest.param("file", 2, 1, id="tensor-parallel-file"),
+        pytest.param("redis", 2, 1, id="tensor-parallel-redis", marks=pytest.mark.long),
+        pytest.param("file", 1, 2, id="pipeline-parallel-file", marks=pytest.mark.long),
+        pytest.param("redis", 1, 2, id="pipeline-parallel-redis", marks=pytest.mark.long),
+    ],
 )
-def test_ranks_load_their_own_shards(hybrid_model: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
+def test_ranks_load_their_own_shards(
+    hybrid_model: Path, tmp_path: Path, stores: dict[str, str], store: str, tensor: int, pipeline: int
+) -> None:
     """Two ranks, two engines one after the other: what is stored is there once a rank, and comes back bit for bit."""
-    first = run_engine(hybrid_model, f"file://{tmp_path}", "local", True, tensor, pipeline)
-    objects = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.parent.name.endswith((".0", ".1"))]
-    assert len({p.parent.parent.name for p in objects}) == 6, "three groups, two shards each"
-    second = run_engine(hybrid_model, f"file://{tmp_path}", "external", True, tensor, pipeline)
+    url = f"file://{tmp_path}" if store == "file" else f"{stores[store]}?prefix={tmp_path.name}:"
+    first = run_engine(hybrid_model, url, "local", True, tensor, pipeline)
+    if store == "file":
+        objects = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.parent.name.endswith((".0", ".1"))]
+        assert len({p.parent.parent.name for p in objects}) == 6, "three groups, two shards each"
+    second = run_engine(hybrid_model, url, "external", True, tensor, pipeline)
     assert second["cached"] == first["cached"] == 1000 // BLOCK * BLOCK
     assert (second["tokens"], second["logprobs"]) == (first["tokens"], first["logprobs"])
 
