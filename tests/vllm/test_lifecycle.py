@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import BLOCK, Engine, prompt
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,13 @@ def test_a_store_that_misbehaves_costs_a_recomputation_at_most(
         assert done[names[0]].near(cold)
         assert done[names[1]].finish == "length"
         engine.assert_at_rest()
+    # With the store well again, what was lost is saved again, and all of it is loaded.
     engine.forget()
     assert engine.run(tokens).near(cold)
+    engine.forget()
+    healed = engine.run(tokens)
+    assert healed.near(cold)
+    assert healed.cached == 600 // BLOCK * BLOCK
     engine.assert_at_rest()
 
 

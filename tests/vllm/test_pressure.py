@@ -84,9 +84,9 @@ def test_two_hundred_random_requests(model: Path, tmp_path: Path) -> None:
     assert {o.finish for o in expected.values()} == {"length", "stop"}
     engine = Engine(model, {"store": f"file://{tmp_path}"}, kv_bytes=16 << 20)
     try:
-        for round_ in range(2):
-            outputs = _random(engine, work, seed=2 + round_, aborts=True)
-            assert len(outputs) > 150
+        for round_, part in enumerate((work, work[:100])):
+            outputs = _random(engine, part, seed=2 + round_, aborts=True)
+            assert 0.7 < len(outputs) / len(part) < 1
             for i, output in outputs.items():
                 assert output.near(expected[i])
                 assert output.finish == expected[i].finish
