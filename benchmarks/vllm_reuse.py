@@ -40,10 +40,11 @@ class Size:
     repeats: int
     turns: int
     turn_tokens: int
+    threads: int  #: on which A and B compute
 
 
-FULL = Size(512, 8, (1024, 2048, 4096, 8192), repeats=3, turns=12, turn_tokens=2048)
-TINY = Size(128, 2, (256, 512), repeats=1, turns=2, turn_tokens=256)
+FULL = Size(512, 8, (1024, 2048, 4096, 8192), repeats=3, turns=12, turn_tokens=2048, threads=2)
+TINY = Size(128, 2, (256, 512), repeats=1, turns=2, turn_tokens=256, threads=1)
 
 
 # ---- one engine in a process of its own: a line of JSON in, a line of JSON out
@@ -176,10 +177,13 @@ def measure(store: str, size: Size, folder: str) -> dict[str, Any]:
 
     model = write_llama(Path(folder) / "model", hidden=size.hidden, layers=size.layers, heads=size.hidden // 32)
     longest = max(*size.lengths, size.turn_tokens)
-    with engines(model, ("", 1), (store, 1), (store, 2), longest=longest) as (without, with_pool, a):
+    reader = (store, size.threads)
+    # The engine with the connector can be A as well, if it computes on as many threads.
+    kinds = [("", 1), (store, 1), *([reader] if size.threads > 1 else [])]
+    with engines(model, *kinds, longest=longest) as (without, with_pool, *more):
         pairs = turns(without, with_pool, size)
-        cold = first_tokens(a, size)
-    with engines(model, (store, 2), longest=longest) as (b,):
+        cold = first_tokens(more[0] if more else with_pool, size)
+    with engines(model, reader, longest=longest) as (b,):
         pool = first_tokens(b, size)
     nbytes = size.turn_tokens * _kv_bytes_per_token(str(model))
     return {
