@@ -5,9 +5,10 @@
 - Reuse: engine A computes prompts of several lengths and saves them; it ends, and engine B, a new process, loads them.
   Time to first token of both; the answers must be equal. A's time is with the connector, which saves meanwhile.
 - No reuse: an engine with the connector and one without take turns on prompts that nobody has seen. Processor seconds
-  of the whole process, saves included, per prompt token; the ratio of each pair of turns. These two compute on one
-  thread, because threads that wait for each other spin, and that is no work. Beside it what no connector can do
-  without: one copy of the same bytes and one write of them into a file.
+  of the whole process, saves included, per prompt token; the ratio of each pair of turns. These compute on one
+  thread, because threads that wait for each other spin, and that is no work. A third engine saves only what comes for
+  the second time (``save_after_uses``). Beside it what no connector that saves can do without: one copy of the same
+  bytes, and one write of each block into a file of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import bars
-from tests.vllm.engine import ENVIRONMENT, prompt
+from tests.vllm.engine import BLOCK, ENVIRONMENT, prompt
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,19 @@ class Size:
     turns: int
     turn_tokens: int
     threads: int  #: on which A and B compute
+    sides: tuple[str, ...]  #: engines that take turns
 
 
-FULL = Size(512, 8, (1024, 2048, 4096, 8192), repeats=3, turns=12, turn_tokens=2048, threads=2)
-TINY = Size(128, 2, (256, 512), repeats=1, turns=2, turn_tokens=256, threads=1)
+FULL = Size(512, 8, (1024, 2048, 4096, 8192), 3, 12, 2048, 2, ("without", "with", "sparing"))
+TINY = Size(128, 2, (256, 512), 1, 2, 256, 1, ("without", "with"))
 
 
 # ---- one engine in a process of its own: a line of JSON in, a line of JSON out
 
 
-def serve(model: str, store: str, longest: int, threads: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = threads
+def serve(model: str, connector: dict[str, Any] | None, longest: int, threads: int) -> None:
+    """``connector``: kvpool's configuration, None for an engine without a connector."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from tests.vllm.engine import Engine
@@ -59,7 +62,7 @@ def serve(model: str, store: str, longest: int, threads: str) -> None:
     per_token = _kv_bytes_per_token(model)
     engine = Engine(
         Path(model),
-        {"store": store} if store else None,
+        connector,
         kv_bytes=3 * (longest + 256) * per_token,
         max_model_len=longest + 256,
     )
@@ -68,13 +71,13 @@ def serve(model: str, store: str, longest: int, threads: str) -> None:
     _say({"kv_bytes_per_token": per_token})
     for line in sys.stdin:
         job = json.loads(line)
-        before, cpu = engine.counters if store else {}, time.process_time()
+        before, cpu = engine.counters if connector else {}, time.process_time()
         start = time.perf_counter()
         output = engine.run(prompt(job["tokens"], seed=job["seed"]), output=1)
         seconds = time.perf_counter() - start
         engine.drain()
         cpu = time.process_time() - cpu
-        grown = {k: v - before[k] for k, v in (engine.counters if store else {}).items() if v != before[k]}
+        grown = {k: v - before[k] for k, v in (engine.counters if connector else {}).items() if v != before[k]}
         _say({"first_token_s": seconds, "cpu_s": cpu, "token": output.tokens, "cached": output.cached, "did": grown})
     engine.close()
 
@@ -91,9 +94,9 @@ def _kv_bytes_per_token(model: str) -> int:
 class Process:
     """An engine in a process of its own."""
 
-    def __init__(self, model: Path, store: str, threads: int, longest: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.vllm_reuse", "--engine", str(model), store]
-        command += [str(longest), str(threads)]
+    def __init__(self, model: Path, connector: dict[str, Any] | None, longest: int, threads: int) -> None:
+        arguments = json.dumps([str(model), connector, longest, threads])
+        command = [sys.executable, "-m", "benchmarks.vllm_reuse", "--engine", arguments]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -126,9 +129,8 @@ class Process:
 
 
 @contextmanager
-def engines(model: Path, *kinds: tuple[str, int], longest: int) -> Iterator[list[Process]]:
-    """One engine a (store, threads), ready; "" is an engine without a connector."""
-    processes = [Process(model, store, threads, longest) for store, threads in kinds]
+def engines(*processes: Process) -> Iterator[tuple[Process, ...]]:
+    """Wait until all are ready; end them in any case."""
     try:
         for process in processes:
             process.hear()
@@ -146,29 +148,29 @@ def first_tokens(engine: Process, size: Size) -> dict[int, list[dict[str, Any]]]
     return {n: [engine.run(n, seed=1000 * n + i) for i in range(size.repeats)] for n in size.lengths}
 
 
-def turns(without: Process, with_pool: Process, size: Size) -> list[dict[str, float]]:
-    """Processor seconds a prompt token of both engines, turn by turn; who begins changes too."""
-    pairs = []
+def turns(sides: dict[str, Process], size: Size) -> list[dict[str, float]]:
+    """Processor seconds a prompt token of each engine, turn by turn; who begins changes too."""
+    spent = []
     for turn in range(size.turns):
-        sides = {"without": without, "with": with_pool}
-        order = list(sides) if turn % 2 else list(sides)[::-1]
+        order = sorted(sides, reverse=bool(turn % 2))
         done = {side: sides[side].run(size.turn_tokens, seed=10**6 + turn) for side in order}
-        assert not done["with"]["cached"], "something was reused"
-        pairs.append({side: done[side]["cpu_s"] / size.turn_tokens for side in sides})
-    return pairs
+        assert not any(run["cached"] for run in done.values()), "something was reused"
+        spent.append({side: run["cpu_s"] / size.turn_tokens for side, run in done.items()})
+    return spent
 
 
-def floor(nbytes: int, folder: str) -> float:
-    """Processor seconds to copy ``nbytes`` once and to write them into a file once."""
+def floor(nbytes: int, files: int, folder: str) -> float:
+    """Processor seconds to copy ``nbytes`` once and to write them into so many new files."""
     source, copy = bytearray(os.urandom(nbytes)), bytearray(nbytes)
     spent = []
-    for i in range(5):
+    for i in range(8):
         start = time.process_time()
         copy[:] = source
-        with open(f"{folder}/floor-{i}", "wb", buffering=0) as file:
-            file.write(copy)
+        step = nbytes // files
+        for n in range(files):
+            with open(f"{folder}/floor-{i}-{n}", "wb", buffering=0) as file:
+                file.write(memoryview(copy)[n * step : (n + 1) * step])
         spent.append(time.process_time() - start)
-        os.unlink(f"{folder}/floor-{i}")
     return statistics.median(spent)
 
 
@@ -176,23 +178,19 @@ def measure(store: str, size: Size, folder: str) -> dict[str, Any]:
     from tests.vllm.models import write_llama
 
     model = write_llama(Path(folder) / "model", hidden=size.hidden, layers=size.layers, heads=size.hidden // 32)
-    longest = max(*size.lengths, size.turn_tokens)
-    reader = (store, size.threads)
+    longest, shared = max(*size.lengths, size.turn_tokens), {"store": store}
+    connectors = {"without": None, "with": shared, "sparing": shared | {"tenant": "sparing", "save_after_uses": 2}}
+    sides = {side: Process(model, connectors[side], longest, 1) for side in size.sides}
     # The engine with the connector can be A as well, if it computes on as many threads.
-    kinds = [("", 1), (store, 1), *([reader] if size.threads > 1 else [])]
-    with engines(model, *kinds, longest=longest) as (without, with_pool, *more):
-        pairs = turns(without, with_pool, size)
-        cold = first_tokens(more[0] if more else with_pool, size)
-    with engines(model, reader, longest=longest) as (b,):
+    a = sides["with"] if size.threads == 1 else Process(model, shared, longest, size.threads)
+    with engines(*{*sides.values(), a}):
+        spent = turns(sides, size)
+        cold = first_tokens(a, size)
+    with engines(Process(model, shared, longest, size.threads)) as (b,):
         pool = first_tokens(b, size)
-    nbytes = size.turn_tokens * _kv_bytes_per_token(str(model))
-    return {
-        "cold": cold,
-        "pool": pool,
-        "turns": pairs,
-        "kv_bytes_per_token": _kv_bytes_per_token(str(model)),
-        "floor_cpu_s": floor(nbytes, folder) / size.turn_tokens,
-    }
+    per_token = _kv_bytes_per_token(str(model))
+    least = floor(size.turn_tokens * per_token, size.turn_tokens // BLOCK, folder) / size.turn_tokens
+    return {"cold": cold, "pool": pool, "turns": spent, "kv_bytes_per_token": per_token, "floor_cpu_s": least}
 
 
 # ---- what a person sees
@@ -216,12 +214,16 @@ def report(result: dict[str, Any], size: Size) -> dict[str, dict[int, float]]:
         if not cached:
             sys.exit(f"WRONG: B reused nothing of a prompt of {n} tokens; can processes share the store?")
     print("\nEvery answer of B is A's.\n")
-    ratios = sorted(pair["with"] / pair["without"] for pair in result["turns"])
-    without, with_pool = (1e6 * statistics.median(p[side] for p in result["turns"]) for side in ("without", "with"))
-    print(f"No reuse, {len(ratios)} pairs of turns on prompts of {size.turn_tokens} tokens, processor time a token:\n")
-    print(f"without {without:.1f} us, with the connector {with_pool:.1f} us, of which {with_pool - without:.1f} more;")
-    print(f"ratio {statistics.median(ratios):.3f} (of pairs: {ratios[0]:.3f} to {ratios[-1]:.3f});")
-    print(f"one copy and one write of {result['kv_bytes_per_token']} bytes: {1e6 * result['floor_cpu_s']:.1f} us.")
+    spent = {side: 1e6 * statistics.median(turn[side] for turn in result["turns"]) for side in size.sides}
+    print(f"No reuse, {size.turns} turns on prompts of {size.turn_tokens} tokens, processor time a prompt token:\n")
+    print(f"{'without the connector':<40}{spent['without']:>7.1f} us")
+    for side, name in (("with", "with it"), ("sparing", "with it, save_after_uses=2")):
+        if side in size.sides:
+            ratios = sorted(turn[side] / turn["without"] for turn in result["turns"])
+            low, middle, high = ratios[len(ratios) // 4], statistics.median(ratios), ratios[-1 - len(ratios) // 4]
+            print(f"{name:<40}{spent[side]:>7.1f} us, ratio {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+    least = f"a copy and a write of {result['kv_bytes_per_token']} bytes"
+    print(f"{least:<40}{1e6 * result['floor_cpu_s']:>7.1f} us")
     return medians
 
 
@@ -231,11 +233,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the times to first token into this SVG file")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="a small model and few prompts, to see that it works")
-    parser.add_argument("--engine", nargs=4, metavar=("MODEL", "STORE", "TOKENS", "THREADS"), help=argparse.SUPPRESS)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        model, store, longest, threads = options.engine
-        serve(model, store, int(longest), threads)
+        serve(*json.loads(options.engine))
         return
     size = TINY if options.tiny else FULL
     with tempfile.TemporaryDirectory(prefix="kvpool-vllm-") as folder:

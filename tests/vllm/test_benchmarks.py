@@ -30,7 +30,7 @@ def test_demo(tmp_path: Path) -> None:
     result = json.loads(results.read_text())
     assert all(not run["cached"] and run["did"]["saved_chunks"] for runs in result["cold"].values() for run in runs)
     assert len(result["turns"]) == 2
-    assert re.search(r"^ratio [\d.]+ \(of pairs: [\d.]+ to [\d.]+\);$", out, re.MULTILINE)
+    assert re.search(r"^with it .* us, ratio [\d.]+ \(quartiles [\d.]+ to [\d.]+\)$", out, re.MULTILINE)
     words = [element.text for element in ElementTree.parse(plot).iter() if element.text]
     assert {"256 tokens", "512 tokens"} <= set(words)
 
