@@ -6,6 +6,7 @@ table of docs/mooncake.md; tests/mooncake/test_faults.py plays them too, and che
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -60,24 +61,24 @@ class Scenario:
     owners: int = 2
     memory: int = 64 * MIB
     lease: str = "2s"
-    options: str = ""
 
 
 async def play(scenario: Scenario) -> Outcome:
     """Play it with servers of its own. Raises TimeoutError if it does not recover."""
+    seen, seconds = Seen(), math.nan
     with Mooncake(scenario.owners, scenario.memory, default_kv_lease_ttl=scenario.lease) as mooncake:
         with anyio.fail_after(120):
-            async with create_store(mooncake.url + scenario.options) as store, anyio.create_task_group() as tasks:
+            async with create_store(mooncake.url) as store, anyio.create_task_group() as tasks:
                 traffic = Traffic(store)
                 tasks.start_soon(traffic.run)
                 await traffic.recovered()
-                before, traffic.seen = traffic.seen, Seen()
-                assert not before.wrong
+                assert not traffic.seen.wrong
+                traffic.seen = seen
                 took = await scenario.act(Stage(mooncake, store, traffic))
                 seconds = await traffic.recovered()
                 seconds = seconds if took is None else took
                 tasks.cancel_scope.cancel()
-        return Outcome(scenario.what, traffic.seen, seconds)
+    return Outcome(scenario.what, seen, seconds)
 
 
 async def start(server: Master | Owner) -> None:

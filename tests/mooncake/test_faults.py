@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
+import anyio
 import pytest
 
+from kvpool.errors import StoreClosed
+from kvpool.registry import create_store
 from tests.mooncake.faults import SCENARIOS, play
+from tests.mooncake.servers import Mooncake
 from tests.mooncake.soak import soak
+from tests.mooncake.traffic import Traffic
 
 pytestmark = pytest.mark.anyio
 
@@ -21,6 +28,30 @@ async def test_it_costs_misses_and_heals(name: str) -> None:
     seen = outcome.seen
     assert seen.wrong == []
     assert "CORRUPT" not in seen.statuses["get"], "what is not whole is absent"
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["well", "frozen"])
+async def test_closing_during_traffic(frozen: bool) -> None:
+    """Also while no owner answers, so that calls hang: they end, the memory stays theirs, and a new store works."""
+    with Mooncake(owners=1) as mooncake, anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            async with create_store(mooncake.url) as store:
+                traffic = [Traffic(store, f"{n}") for n in range(10)]
+                for each in traffic:
+                    tasks.start_soon(each.run)
+                await traffic[0].recovered()
+                if frozen:
+                    mooncake.owners[0].signal(signal.SIGSTOP)
+                    await anyio.sleep(0.2)  # until all are in a call that hangs
+            with pytest.raises(StoreClosed):
+                await store.exists(["k"])
+        mooncake.owners[0].signal(signal.SIGCONT)
+        async with create_store(mooncake.url) as store, anyio.create_task_group() as tasks:
+            again = Traffic(store, "again")
+            tasks.start_soon(again.run)
+            await again.recovered()
+            tasks.cancel_scope.cancel()
+        assert [each.seen.wrong for each in (*traffic, again)] == [[]] * 11
 
 
 async def test_a_short_soak() -> None:
