@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,13 @@ from kvpool.errors import ConfigError
 from kvpool.keys import Namespace
 from kvpool.pool import epoch_of
 from kvpool.ranks import Rank
-from kvpool.registry import create_store, create_transport
+from kvpool.registry import create_store, create_transport, parse_url
 from kvpool.vllm._versions import KVConnectorTransferResults, say_version
 from kvpool.vllm.kv_events import KVEvents
 from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
 from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_adapters, warn_of_random_seed
+from kvpool.vllm.plugin import register
 from kvpool.vllm.scheduler import SchedulerSide
 from kvpool.vllm.stats import KVPoolPromMetrics, KVPoolStats
 from kvpool.vllm.worker import WorkerSide
@@ -75,7 +77,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 f"store: {type(store).__name__} keeps its values in one process, and this engine has {ranks} ranks; "
                 "use a store that they share, such as file:///path or redis://host"
             )
-        transport = {"url": self._config.transport or _private_url(vllm_config), "codec": self._config.codec}
+        transport = {
+            "url": self._config.transport or _private_url(vllm_config, self._config),
+            "codec": self._config.codec,
+        }
         create_transport(transport)
         self._step: StepWork | None = None
         self._handed_over = False
@@ -258,8 +263,17 @@ def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: 
     return functools.cache(lambda: Namespace.of({**facts, **seed_facts(vllm_config)}))
 
 
-def _private_url(vllm_config: VllmConfig) -> str:
-    """A lookup channel that only the processes of this engine know: its id is random and made once for all of them."""
+def _private_url(vllm_config: VllmConfig, config: Config) -> str:
+    """A lookup channel that only the processes of this engine know: its id is random and made once for all of them.
+
+    Several connectors of one engine (MultiConnector's children) differ in what is configured.
+    """
     assert vllm_config.kv_transfer_config is not None
     rank = vllm_config.parallel_config.data_parallel_index
-    return f"zmq+ipc://kvpool-{vllm_config.kv_transfer_config.engine_id}-{rank}"
+    pool = repr((str(parse_url(config.store)), config.tenant, config.epoch_label)).encode()
+    child = hashlib.blake2b(pool, digest_size=6).hexdigest()
+    return f"zmq+ipc://kvpool-{vllm_config.kv_transfer_config.engine_id}-{rank}-{child}"
+
+
+# In a MultiConnector vLLM finds what makes sense of our statistics by the name of the class alone.
+register()

@@ -19,7 +19,7 @@ from kvpool.keys import Fact
 from kvpool.vllm._versions import hash_block_size
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = ["hash_scheme", "model_facts", "seed_facts", "weights_fingerprint"]
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 #: Names and versions that a model's configuration carries and that say nothing of its KV.
 _NAMES = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+#: Settings of vLLM that choose what code runs, what a KV cache holds, and how an image is read.
+_CODE = ("model_impl", "model_class_overrides", "code_revision", "trust_remote_code", "runner", "convert")
+_KV_OPTIONS = ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill", "swa_bounded_replay")
+_MULTIMODAL = ("mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method")
 #: Position embeddings whose values do not depend on how long a context the engine allows.
 _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "mrope"})
 
@@ -45,9 +49,12 @@ def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config:
         "model": architecture,
         "weights": config.model_fingerprint or weights_fingerprint(vllm_config),
         "dtype": str(model.dtype),
+        "code": {name: str(getattr(model, name, "")) for name in _CODE},
         "quantization": str(model.quantization),
+        "quantization_config": str(getattr(model, "quantization_config", None)),
+        # Scales of a quantised KV cache come with the weights.
         "kv_dtype": str(cache.cache_dtype),
-        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "kv_options": {name: str(getattr(cache, name, "")) for name in _KV_OPTIONS},
         "groups": [f"{type(g.kv_cache_spec).__name__} {g.kv_cache_spec}" for g in kv_cache_config.kv_cache_groups],
         "layers": [list(g.layer_names) for g in kv_cache_config.kv_cache_groups],
         "layout": str(kv_cache_config.kv_cache_layout),
@@ -58,7 +65,16 @@ def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config:
     }
     if not set(_rope_types({k: v for k, v in architecture.items() if "rope" in k})) <= _FIXED_ROPE:
         facts["max_model_len"] = model.max_model_len
+    if model.multimodal_config is not None:
+        facts["multimodal"] = _multimodal(model)
     return facts
+
+
+def _multimodal(model: ModelConfig) -> dict[str, Fact]:
+    """How inputs become embeddings; vLLM hashes the inputs themselves."""
+    options: dict[str, Fact] = {name: str(getattr(model.multimodal_config, name, "")) for name in _MULTIMODAL}
+    folder = _model_folder(model.model, model.revision)
+    return options | {file.name: _content(file) for file in sorted(folder.glob("*processor*.json"))}
 
 
 def hash_scheme(vllm_config: VllmConfig) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+import vllm
+from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
@@ -24,9 +27,10 @@ from vllm.v1.kv_cache_interface import (
 
 from kvpool.config import Config
 from kvpool.errors import ConfigError, LayoutError, UnsupportedError
+from kvpool.keys import Namespace
 from kvpool.vllm import KVPoolConnector
 from kvpool.vllm.layout import block_layouts, cache_spec
-from kvpool.vllm.namespace import model_facts, weights_fingerprint
+from kvpool.vllm.namespace import model_facts, seed_facts, weights_fingerprint
 from tests.vllm.models import write_llama
 
 
@@ -51,7 +55,7 @@ def caches(*specs: KVCacheSpec) -> KVCacheConfig:
 
 
 def full(cls: Any = FullAttentionSpec, **options: Any) -> Any:
-    return cls(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, **options)
+    return cls(**({"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32} | options))
 
 
 def connect(
@@ -105,6 +109,20 @@ def test_random_hash_seeds_are_said(
     monkeypatch.delenv("PYTHONHASHSEED")
     connect(vllm_config(model, prefix_caching_hash_algo="xxhash"))
     assert "random seed" in _said(caplog)
+
+
+def test_adapters_that_bypass_the_pool_are_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kvpool")
+    config = vllm_config(model)
+    config.lora_config = LoRAConfig(max_lora_rank=8)
+    connect(config)
+    assert "LoRA adapter bypass the pool" in _said(caplog)
+
+
+def test_the_version_of_vllm_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvpool")
+    connect(vllm_config(model))
+    assert f"vLLM {vllm.__version__} (tested: " in _said(caplog)
 
 
 def test_every_reason_is_named_at_once(model: Path) -> None:
@@ -168,6 +186,86 @@ class TestNamespace:
 
     def test_a_kv_dtype_is_another_namespace(self, model: Path) -> None:
         assert self.facts(model) != self.facts(model, dtype="bfloat16")
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "value", "fact"),
+        [
+            ("model_config", "dtype", torch.bfloat16, "dtype"),
+            ("model_config", "quantization", "fp8", "quantization"),
+            ("model_config", "quantization_config", {"bits": 4}, "quantization_config"),
+            ("model_config", "model_impl", "transformers", "code"),
+            ("model_config", "code_revision", "v2", "code"),
+            ("cache_config", "cache_dtype", "fp8", "kv_dtype"),
+            ("cache_config", "kv_cache_dtype_skip_layers", ["0"], "kv_options"),
+            ("parallel_config", "tensor_parallel_size", 2, "tensor_parallel"),
+            ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel"),
+        ],
+    )
+    def test_what_decides_the_bytes_is_a_fact(
+        self, model: Path, owner: str, name: str, value: object, fact: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = vllm_config(model)
+        before = model_facts(config, caches(full()), Config.load({}))
+        monkeypatch.setattr(getattr(config, owner), name, value, raising=False)
+        after = model_facts(config, caches(full()), Config.load({}))
+        assert {k for k in before if before[k] != after[k]} == {fact}
+        assert Namespace.of(before).digest != Namespace.of(after).digest
+
+    @pytest.mark.parametrize(("fact", "change"), [
+        ("groups", lambda c: setattr(c.kv_cache_groups[0], "kv_cache_spec", full(num_kv_heads=4))),
+        ("groups", lambda c: setattr(c.kv_cache_groups[0], "kv_cache_spec", full(dtype=torch.bfloat16))),
+        ("layers", lambda c: c.kv_cache_groups[0].layer_names.append("another")),
+        ("layout", lambda c: setattr(c, "kv_cache_layout", "NHD")),
+        ("hash_block_size", lambda c: setattr(c, "hash_block_size", 16)),
+    ])  # fmt: skip
+    def test_so_is_the_form_of_the_cache(self, model: Path, fact: str, change: Callable[[KVCacheConfig], None]) -> None:
+        config, changed = vllm_config(model), caches(full())
+        change(changed)
+        before = model_facts(config, caches(full()), Config.load({}))
+        after = model_facts(config, changed, Config.load({}))
+        assert {k for k in before if before[k] != after[k]} == {fact}
+
+    def test_so_are_the_model_s_configuration_the_tenant_and_the_version(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = vllm_config(model)
+        before = model_facts(config, caches(full()), Config.load({}))
+
+        def differing(**options: Any) -> set[str]:
+            after = model_facts(config, caches(full()), Config.load(options))
+            return {k for k in before if before[k] != after[k]}
+
+        assert differing(tenant="other") == {"tenant"}
+        assert differing(min_load_tokens=99, save_after_uses=2) == set()
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm, "__version__", "0.99")
+            assert differing() == {"engine_version"}
+        monkeypatch.setattr(config.model_config.hf_config, "rms_norm_eps", 0.5)
+        assert differing() == {"model"}
+
+    def test_so_is_the_hash_chain(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.v1.core import kv_cache_utils
+
+        monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"1" * 32, raising=False)
+        before = seed_facts(vllm_config(model))
+        assert seed_facts(vllm_config(model)) == before
+        assert seed_facts(vllm_config(model, prefix_caching_hash_algo="xxhash")) != before
+        monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"2" * 32)
+        assert seed_facts(vllm_config(model)) != before
+
+    def test_so_is_how_images_are_read(self, tmp_path: Path) -> None:
+        folder = write_llama(tmp_path / "m")
+        config = vllm_config(folder)
+        assert "multimodal" not in model_facts(config, caches(full()), Config.load({}))
+        config.model_config.multimodal_config = MultiModalConfig()
+        seen = [model_facts(config, caches(full()), Config.load({}))["multimodal"]]
+        (folder / "preprocessor_config.json").write_text("{}")
+        seen.append(model_facts(config, caches(full()), Config.load({}))["multimodal"])
+        (folder / "preprocessor_config.json").write_text('{"size": 7}')
+        seen.append(model_facts(config, caches(full()), Config.load({}))["multimodal"])
+        config.model_config.multimodal_config.mm_processor_kwargs = {"do_resize": False}
+        seen.append(model_facts(config, caches(full()), Config.load({}))["multimodal"])
+        assert all(a != b for a, b in itertools.combinations(seen, 2))
 
     def test_a_label_takes_the_place_of_reading_the_weights(self, model: Path) -> None:
         facts = model_facts(vllm_config(model), caches(full()), Config.load({"model_fingerprint": "v7"}))
