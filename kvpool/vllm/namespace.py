@@ -5,30 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from kvpool.config import Config
-from kvpool.errors import ConfigError
 from kvpool.keys import Fact
 from kvpool.vllm._versions import hash_block_size
+from kvpool.vllm.weights import file_digest, model_folder, weights_fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["hash_scheme", "model_facts", "seed_facts", "weights_fingerprint"]
+__all__ = ["hash_scheme", "model_facts", "seed_facts", "warn_of_adapters", "warn_of_random_seed"]
 
 logger = logging.getLogger(__name__)
 
 #: Names and versions that a model's configuration carries and that say nothing of its KV.
 _NAMES = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 #: Settings of vLLM that choose what code runs, what a KV cache holds, and how an image is read.
 _CODE = ("model_impl", "model_class_overrides", "code_revision", "trust_remote_code", "runner", "convert")
 _KV_OPTIONS = ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill", "swa_bounded_replay")
@@ -73,8 +67,8 @@ def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config:
 def _multimodal(model: ModelConfig) -> dict[str, Fact]:
     """How inputs become embeddings; vLLM hashes the inputs themselves."""
     options: dict[str, Fact] = {name: str(getattr(model.multimodal_config, name, "")) for name in _MULTIMODAL}
-    folder = _model_folder(model.model, model.revision)
-    return options | {file.name: _content(file) for file in sorted(folder.glob("*processor*.json"))}
+    folder = model_folder(model.model, model.revision)
+    return options | {file.name: file_digest(file) for file in sorted(folder.glob("*processor*.json"))}
 
 
 def hash_scheme(vllm_config: VllmConfig) -> str:
@@ -111,55 +105,6 @@ def warn_of_adapters(vllm_config: VllmConfig) -> None:
             "kvpool: requests with a LoRA adapter bypass the pool, because their block hashes name the adapter and not "
             "its content. Requests without one use it."
         )
-
-
-def weights_fingerprint(vllm_config: VllmConfig) -> str:
-    """A digest of the weights' content. Raises ConfigError where the files cannot be found.
-
-    A file from the hub's cache is named by its content hash, which is taken as it is; any other file is read in full.
-    """
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
-        return f"dummy weights, seed {model.seed}"
-    files = sorted({f for pattern in _WEIGHTS for f in _model_folder(model.model, model.revision).glob(pattern)})
-    if not files:
-        raise ConfigError(
-            f"kvpool: no weight files found for model {model.model!r} (load_format {load.load_format!r}); "
-            "set model_fingerprint to a text that is different for different weights"
-        )
-    start = time.monotonic()
-    with ThreadPoolExecutor(min(8, len(files)), "kvpool-weights") as pool:
-        digests = sorted(pool.map(_content, files))
-    logger.info("kvpool: fingerprint of %d weight files in %.1f s", len(files), time.monotonic() - start)
-    return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
-
-
-def _model_folder(model: str, revision: str | None) -> Path:
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
-        return folder.parent
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception as error:
-        raise ConfigError(
-            f"kvpool: the weights of model {model!r} are in no local folder ({type(error).__name__}); "
-            "set model_fingerprint to a text that is different for different weights"
-        ) from error
-
-
-def _content(file: Path) -> str:
-    real = file.resolve()
-    if real.parent.name == "blobs":
-        return real.name
-    digest = xxhash.xxh3_128()
-    with real.open("rb", buffering=0) as stream:
-        while piece := stream.read(16 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _plain(value: Any) -> Any:

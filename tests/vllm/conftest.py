@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.vllm.models import write_llama
 
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+_cache = tempfile.TemporaryDirectory(prefix="kvpool-tests-")  # kept until this process ends
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

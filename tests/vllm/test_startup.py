@@ -28,9 +28,10 @@ from vllm.v1.kv_cache_interface import (
 from kvpool.config import Config
 from kvpool.errors import ConfigError, LayoutError, UnsupportedError
 from kvpool.keys import Namespace
-from kvpool.vllm import KVPoolConnector
+from kvpool.vllm import KVPoolConnector, weights
 from kvpool.vllm.layout import block_layouts, cache_spec
-from kvpool.vllm.namespace import model_facts, seed_facts, weights_fingerprint
+from kvpool.vllm.namespace import model_facts, seed_facts
+from kvpool.vllm.weights import file_digest, weights_fingerprint
 from tests.vllm.models import write_llama
 
 
@@ -289,6 +290,54 @@ class TestNamespace:
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").symlink_to(blobs / "4567")
         assert weights_fingerprint(vllm_config(folder)) != before
+
+
+class TestFilesThatWereReadBefore:
+    """The digest of a weight file is noted, so that a restart does not read gigabytes again."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(weights, "SETTLED_S", -1.0)
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(b"weights" * 1000)
+        return file
+
+    def notes(self, tmp_path: Path) -> list[Path]:
+        return sorted((tmp_path / "cache" / "kvpool" / "weights").glob("*"))
+
+    def test_one_is_not_read_again(self, file: Path, tmp_path: Path) -> None:
+        first = file_digest(file)
+        (note,) = self.notes(tmp_path)
+        assert file_digest(file) == first == note.read_text()
+        note.write_text("0" * 31 + "7")
+        assert file_digest(file) == "0" * 31 + "7", "it was read again"
+
+    def test_one_that_changed_is(self, file: Path, tmp_path: Path) -> None:
+        first = file_digest(file)
+        stat = file.stat()
+        file.write_bytes(b"Weights" * 1000)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as rsync and tar leave it
+        assert file_digest(file) != first
+        assert len(self.notes(tmp_path)) == 2
+
+    def test_a_note_that_makes_no_sense_is_replaced(self, file: Path, tmp_path: Path) -> None:
+        first = file_digest(file)
+        (note,) = self.notes(tmp_path)
+        note.write_text("")
+        assert file_digest(file) == first == note.read_text()
+
+    def test_one_that_was_just_written_is_not_noted(
+        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(weights, "SETTLED_S", 1000.0)
+        file_digest(file)
+        assert not self.notes(tmp_path)
+
+    def test_without_a_place_for_notes_nothing_is_lost(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = file_digest(file)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+        assert file_digest(file) == first
 
 
 class TestLayout:
