@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.engine import BLOCK, Engine, prompt
+from tests.vllm.engine import BLOCK, Engine, Output, prompt
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +156,39 @@ def test_reset_while_saves_are_in_flight(engine: Engine) -> None:
     engine.run(prompt(1500, seed=62))
     engine.forget()  # drains, then resets: no pin may be left
     engine.assert_at_rest()
+
+
+def test_reset_while_a_load_is_in_flight(engine: Engine, faults: Faults) -> None:
+    """vLLM cannot reset then, and says so; what is loaded for the old epoch is void, and the request is computed."""
+    tokens = prompt(600, seed=63)
+    cold = engine.run(tokens)
+    engine.forget()
+    with faults(kind="delay", op="get", seconds=0.2):
+        name = engine.add(tokens)
+        while not engine.connector.outstanding()["loads"]:
+            engine.step()
+        assert not engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.finish([name])[name].near(cold)
+    engine.assert_at_rest()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+
+
+def test_reset_of_running_requests(engine: Engine) -> None:
+    """vLLM throws them out and back in. While a save still reads their blocks it refuses, and nothing is lost."""
+    prompts = [prompt(700, seed=64 + i) for i in range(3)]
+    expected = []
+    for tokens in prompts:
+        expected.append(engine.run(tokens, output=30))
+        engine.forget()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+    for steps in range(6):
+        names = [engine.add(tokens, output=30) for tokens in prompts]
+        done: dict[str, Output] = {}
+        for _ in range(steps):
+            done |= engine.step()
+        with suppress(RuntimeError):
+            engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        done |= engine.finish(set(names) - set(done))
+        assert all(done[name].near(wanted) for name, wanted in zip(names, expected, strict=True))
+        engine.assert_at_rest()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)

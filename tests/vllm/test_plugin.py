@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from tomllib import loads
 from typing import Any
 
+import msgspec
 import prometheus_client
 import pytest
+import zmq
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
@@ -65,8 +69,16 @@ def test_counters_reach_prometheus(by_name: KVTransferConfig, monkeypatch: pytes
     assert registry.get_sample_value("kvpool:saved_chunks_total", labels) == 7
 
 
-def test_a_running_engine_reports_what_its_pool_did(model: Path, tmp_path: Path) -> None:
-    engine = Engine(model, {"store": f"file://{tmp_path}"}, disable_log_stats=False)
+def test_a_running_engine_tells_what_its_pool_did(model: Path, tmp_path: Path) -> None:
+    """Its counters in vLLM's statistics, its blocks through vLLM's own publisher of KV events."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    socket.subscribe(b"")
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}",
+    }
+    engine = Engine(model, {"store": f"file://{tmp_path}"}, disable_log_stats=False, kv_events_config=events)
     try:
         told: dict[str, int] = {}
         make = engine.scheduler.make_stats
@@ -78,10 +90,24 @@ def test_a_running_engine_reports_what_its_pool_did(model: Path, tmp_path: Path)
             return stats
 
         engine.scheduler.make_stats = noted
-        engine.run(prompt(320, seed=1))
+        tokens = prompt(320, seed=1)
+        engine.run(tokens)
         engine.drain()
         engine.run(prompt(10, seed=2), output=2)  # statistics travel with a step
         assert told["saved_chunks"] == 320 // BLOCK
         assert told["lookups"] == 1
+        stored: dict[str | None, list[Any]] = {}
+        end = time.monotonic() + 30
+        while "STORAGE" not in stored:
+            assert time.monotonic() < end, f"nothing was told of the store, only {set(stored)}"
+            if socket.poll(100):
+                batch = msgspec.msgpack.decode(socket.recv_multipart()[-1], type=KVEventBatch)
+                for event in batch.events:
+                    if isinstance(event, BlockStored):
+                        stored.setdefault(event.medium, []).append(event)
+        ours = [h for event in stored["STORAGE"] for h in event.block_hashes]
+        assert ours == [h for event in stored["GPU"] for h in event.block_hashes], "vLLM names its own blocks alike"
+        assert [t for event in stored["STORAGE"] for t in event.token_ids] == tokens
     finally:
         engine.close()
+        socket.close(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvpool.config import Config
-from kvpool.errors import StoreError
+from kvpool.errors import KVPoolError, StoreError
 from kvpool.hashes import chain_hashes
 from kvpool.keys import Namespace
 from kvpool.memory import BlockLayout
@@ -23,6 +24,7 @@ from kvpool.registry import create_store, create_transport
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.transport import LookupRequest, LookupResult
 from kvpool.vllm import service as service_module
+from kvpool.vllm import worker as worker_module
 from kvpool.vllm.messages import Job, Part, StepWork, WorkerReport
 from kvpool.vllm.service import Service
 from kvpool.vllm.worker import WorkerSide
@@ -130,7 +132,7 @@ async def test_an_opening_that_hangs_is_given_up_and_never_delays_the_end(monkey
 def workers() -> Iterator[Callable[..., WorkerSide]]:
     made: list[WorkerSide] = []
 
-    def make(store: str, transport: str = "", **config: Any) -> WorkerSide:
+    def make(store: str | dict[str, str], transport: str = "", **config: Any) -> WorkerSide:
         options = {"url": transport} if transport else None
         side = WorkerSide(Config.load({"store": store, **config}), SPEC, options)
         side.start([BlockLayout.of_arrays(np.zeros((64, 32), np.uint8))], {"form": "test"})
@@ -148,15 +150,22 @@ def late(there: Path) -> str:
 
 def saves(side: WorkerSide, number: int) -> bool:
     """One save job, stepped until it has ended: whether it was stored. Its blocks are released either way."""
+    begin(side, number)
+    return ends(side, number)
+
+
+def begin(side: WorkerSide, number: int) -> None:
     ids = np.arange(4)
     given = StepWork(ENGINE, EPOCH, [], [Job(number, "r", EPOCH, (Part(0, ids, HASHES, ids + 1),))], idle=True)
+    side.submit(given)
+
+
+def ends(side: WorkerSide, number: int) -> bool:
     end = time.monotonic() + 30
     total = WorkerReport()
     while number not in total.saved:
         assert time.monotonic() < end
-        side.submit(given)
-        side.collect(given)
-        given = StepWork(ENGINE, EPOCH, idle=True)
+        side.collect(StepWork(ENGINE, EPOCH, idle=True))
         total = total.aggregate(side.take_report() or WorkerReport())
     assert total.released == {number: 1}
     return total.saved[number][1]
@@ -225,6 +234,54 @@ def test_a_lookup_address_that_is_taken_is_served_when_it_is_free(
     while ask(url).hit_length == 0:
         assert time.monotonic() < end, "the address is free, and nobody answers"
         time.sleep(0.05)
+
+
+# ---- sleep mode: the engine's memory goes and comes back
+
+
+def test_an_engine_that_sleeps_and_wakes_goes_on(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
+    url = "zmq+ipc://kvpool-test-sleep"
+    side = workers(f"file://{tmp_path}", url)
+    assert saves(side, 1)
+    for _ in range(3):
+        side.suspend()
+        side.suspend()
+        side.resume()
+        side.resume()
+        assert ask(url).hit_length == 4 * BLOCK
+    assert saves(side, 2)
+
+
+def test_what_was_in_flight_when_it_fell_asleep_is_reported(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
+    side = workers(faulty(tmp_path, kind="stuck", op="put"))
+    begin(side, 1)
+    side.suspend()
+    side.resume()
+    assert not ends(side, 1)
+    assert not any(side.outstanding().values())
+
+
+def test_it_must_not_sleep_while_the_store_may_touch_its_memory(
+    workers: Callable[..., WorkerSide], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = workers(faulty(tmp_path, kind="deaf", op="put", seconds=2), save_timeout_s=0.1, deadline_grace_s=0)
+    begin(side, 1)
+    end = time.monotonic() + 30
+    while not side.counters()["abandoned_calls"]:
+        assert time.monotonic() < end
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "CLOSE_TIMEOUT_S", 0.1)
+        with pytest.raises(KVPoolError, match="must not sleep"):
+            side.suspend()
+    side.suspend()  # it has let go
+    side.resume()
+    assert not ends(side, 1)
+
+
+def faulty(folder: Path, **fault: object) -> dict[str, str]:
+    script = folder / "faults.json"
+    script.write_text(json.dumps([fault]))
+    return {"url": "kvpool.testing.faults:FaultyStore", "store": f"file://{folder}/kv", "script": str(script)}
 
 
 def ask(url: str) -> LookupResult:
