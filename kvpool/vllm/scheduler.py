@@ -59,6 +59,7 @@ class _RequestState:
 
     request: Request
     bypass: bool  #: never looked up, loaded or saved
+    hashes: BlockHashes | None = None  #: see SchedulerSide._hashes
     saving: bool = False  #: known to the save progress
     ticket: int | None = None
     asked_local: int = 0  #: local tokens of the lookup in flight or answered
@@ -219,11 +220,24 @@ class SchedulerSide:
         hashes = state.request.block_hashes
         if self.spec.align(min(len(hashes) * self.spec.hash_block_size, state.request.num_tokens - 1)) <= local_tokens:
             return
-        digests = BlockHashes(b"".join(hashes), len(hashes[0]), scheme=self._scheme)
-        request = LookupRequest(self._namespace().digest, self.epoch, state.request.num_tokens, local_tokens, digests)
+        namespace, num_tokens = self._namespace().digest, state.request.num_tokens
+        request = LookupRequest(namespace, self.epoch, num_tokens, local_tokens, self._hashes(state))
         state.asked_local = local_tokens
         state.ticket = self._client.submit(request, timeout=self.config.lookup_timeout_ms / 1000)
         self._tickets[state.ticket] = state
+
+    def _hashes(self, state: _RequestState) -> BlockHashes:
+        """The request's block hashes back to back.
+
+        Joined once and extended as they grow: joining 72,256 of them (289,024 tokens by 4) takes 2 ms, and under
+        preemption vLLM asks again in every step.
+        """
+        hashes = state.request.block_hashes
+        if state.hashes is None:
+            state.hashes = BlockHashes(b"".join(hashes), len(hashes[0]) if hashes else 0, scheme=self._scheme)
+        elif len(hashes) > len(state.hashes):
+            state.hashes.extend(hashes[len(state.hashes) :])
+        return state.hashes
 
     def _poll(self, wait: float, until: _RequestState | None = None) -> None:
         """Take in answers; with ``until``, wait up to ``wait`` seconds for that request's."""
@@ -270,12 +284,12 @@ class SchedulerSide:
         self._new_loads.append(job)
 
     def _job(self, state: _RequestState, found: Mapping[int, tuple[Chunks, npt.NDArray[np.intp]]]) -> Job:
-        hashes = state.request.block_hashes
+        hashes = self._hashes(state)
         parts = tuple(
             Part(
                 group,
                 chunks.ids,
-                BlockHashes(b"".join(hashes[i] for i in chunks.hash_ids.tolist()), len(hashes[0]), scheme=self._scheme),
+                BlockHashes(hashes.pack(chunks.hash_ids), hashes.hash_len, scheme=self._scheme),
                 blocks.reshape(-1),
             )
             for group, (chunks, blocks) in found.items()
