@@ -23,7 +23,7 @@ export PIP_NO_INPUT := 1
 help:
 	@echo 'make demo       two engines in two processes share their KV cache through a directory'
 	@echo 'make demo-vllm  two vLLM engines share a store: time to first token, and what the connector costs without reuse'
-	@echo 'make test       all tests, those with a real vLLM engine included (CPU; installs about 3 GB)'
+	@echo 'make test       all tests, those with a real vLLM engine included (CPU; installs about 4 GB)'
 	@echo 'make test-fast  all tests but those that need vLLM'
 	@echo 'make test-long  the tests that take minutes'
 	@echo 'make replay     replay each TRACES=DIR/*.jsonl over STORE=URL, with REPLAY_ARGS (see docs/replay.md)'

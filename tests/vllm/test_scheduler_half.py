@@ -148,6 +148,60 @@ class TestLookup:
         assert side.take_stats() == {}
 
 
+class TestFailedLoads:
+    def test_after_one_a_request_is_not_looked_up_again_in_that_generation(self) -> None:
+        client = hit(12)
+        side = scheduler(FakePool(64), client=client, lookup_grace_ms=0)
+        loading = request()
+        assert answered(side, client, loading) == 12
+        side.after_alloc(loading, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 12)
+        (job,) = side.build_work(output()).loads
+        side.take_report(reported(loaded={job.number: (1, False)}))
+        for _ in range(10):
+            assert side.match(loading, 0) == 0
+            side.build_work(output())
+        assert client.asked == 1
+        side.forget(loading.request_id)
+        assert answered(side, client, loading) == 12, "the same id again is a new request"
+        assert side.outstanding()["loads"] == 0
+
+    def test_one_rank_s_failure_is_enough(self) -> None:
+        client = hit(12)
+        side = scheduler(FakePool(64), client=client, tensor=2, lookup_grace_ms=0)
+        loading = request()
+        assert answered(side, client, loading) == 12
+        side.after_alloc(loading, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 12)
+        (job,) = side.build_work(output()).loads
+        side.take_report(reported(loaded={job.number: (1, False)}))
+        side.take_report(reported(loaded={job.number: (1, True)}))
+        assert side.match(loading, 0) == 0
+        assert side.outstanding()["loads"] == 0
+
+    def test_reports_of_jobs_that_nobody_knows_change_nothing(self) -> None:
+        side = scheduler(FakePool(64))
+        before = side.outstanding()
+        side.take_report(reported(loaded={7: (1, False)}, saved={8: (1, True)}, released={9: 1}))
+        assert side.outstanding() == before
+
+
+class TestRanks:
+    def test_ranks_of_different_layouts_switch_the_pool_off_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
+        client = hit(12)
+        pool = FakePool(64)
+        side = scheduler(pool, client=client, tensor=2, lookup_grace_ms=0)
+        running = request()
+        side.on_new_request(running)
+        (saving,) = side.build_work(output(running, 16)).saves
+        side.take_report(reported(layouts={"avx512": 1}))
+        assert not caplog.records
+        side.take_report(reported(layouts={"avx2": 1}))
+        assert "avx2, avx512" in caplog.text
+        assert answered(side, client, request()) == 0
+        assert not side.build_work(output(running, 16)).saves
+        side.take_report(reported(released={saving.number: 2}, saved={saving.number: (2, True)}))
+        assert pool.pinned == 0, "what was in flight still ends"
+
+
 class TestRoles:
     def test_a_producer_saves_and_never_asks(self) -> None:
         client = hit(12)

@@ -29,6 +29,7 @@ from kvpool.config import Config
 from kvpool.errors import ConfigError, LayoutError, UnsupportedError
 from kvpool.keys import Namespace
 from kvpool.vllm import KVPoolConnector, weights
+from kvpool.vllm.connector import _private_url
 from kvpool.vllm.layout import block_layouts, cache_spec
 from kvpool.vllm.namespace import model_facts, seed_facts
 from kvpool.vllm.weights import file_digest, weights_fingerprint
@@ -148,6 +149,21 @@ def test_specs_are_matched_by_exact_type(model: Path) -> None:
         connect(config, full(Novel))
     with pytest.raises(UnsupportedError, match="non-causally"):
         connect(config, full(non_causal=True))
+
+
+def test_a_store_that_is_not_shared_is_refused_with_more_than_one_rank(model: Path) -> None:
+    config = vllm_config(model, {"store": "memory://"})
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"store: MemoryStore .* 2 ranks"):
+        connect(config)
+
+
+def test_pools_of_one_engine_have_lookup_channels_of_their_own(model: Path) -> None:
+    config = vllm_config(model)
+    urls = {_private_url(config, Config.load({"store": store})) for store in ("file:///a", "file:///b", "file:///a")}
+    assert len(urls) == 2
+    secret = Config.load({"store": "redis://:secret@127.0.0.1"})
+    assert _private_url(config, secret) == _private_url(config, Config.load({"store": "redis://:other@127.0.0.1"}))
 
 
 def test_it_never_asks_for_delivery(model: Path) -> None:
