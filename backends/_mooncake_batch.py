@@ -1,9 +1,8 @@
 """Values as Mooncake is handed them: which travel together, by which way, and how each is proven.
 
-A value is stored as a header of 40 bytes (that of a stored file) and the payload. *Gathered*: both lie in one piece in
-memory of the store's own, for the price of a copy. *Direct*: the header is one piece, and the payload stays in the
-pieces it lies in, which must be registered. A piece costs Mooncake about 60 us over TCP whatever its size, so small
-ones are gathered.
+A value is stored as a header of 40 bytes (that of a stored file) and the payload. Where both fit into one piece of
+registered memory, that is handed over as it is. Else the header is one more piece, or all is gathered in memory of the
+store's own: a piece costs Mooncake about 60 us over TCP whatever its size, so small ones are gathered.
 """
 
 from __future__ import annotations

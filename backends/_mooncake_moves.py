@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import Literal, TypeAlias
 
 import anyio.lowlevel
 import numpy as np
@@ -23,22 +24,29 @@ __all__ = ["BATCH_BYTES", "BATCH_PIECES", "BATCH_VALUES", "Moved", "Moves"]
 
 #: What one native call moves, at most: far below Mooncake's limits on transfers in flight, and done long before a lease
 #: ends.
-BATCH_BYTES, BATCH_VALUES, BATCH_PIECES = 16 << 20, 256, 512
+BATCH_BYTES, BATCH_VALUES, BATCH_PIECES = 32 << 20, 256, 512
 #: Bytes of a piece from which on it is cheaper to hand it over than to copy it, by protocol: docs/mooncake.md.
 DIRECT_FROM = {"tcp": 256 << 10, "rdma": 8 << 10}
 _INLINE_BYTES = 1 << 20  # copied on the loop; more is copied in a thread
 
+#: In place: in the caller's memory, the header in front of the payload. In pieces: the same with the header as one more
+#: piece. Gathered: in memory of the store's own.
+Way: TypeAlias = Literal["in place", "in pieces", "gathered"]
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 @dataclass
 class Moved:
-    """What became of a batch. ``codes``: one a key, None if it was late. Of a get, by index: ``wrong``: stored bytes,
-    header included, where they are not what was expected. ``damaged``: what is wrong with a value, in words."""
+    """What became of a batch. ``codes``: one a key, None if it was late. Of a get, by index:
+
+    ``whole``: values that are proven. ``wrong``: how many bytes are stored, header included, where that is not what was
+    expected. ``damaged``: what is wrong with a value, in words.
+    """
 
     codes: list[int] | None = None
     wrong: dict[int, int] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
+    whole: list[int] = field(default_factory=list)
 
 
 class Moves:
@@ -50,103 +58,80 @@ class Moves:
         self._checksum = checksum
         self._copies = Threads(2)
 
-    def direct(self, client: Client, buffers: Buffers) -> bool:
-        """Whether these values are handed over in the pieces they lie in."""
+    def way(self, client: Client, buffers: Buffers) -> Way:
+        """How these values are handed to Mooncake."""
+        if not buffers.sizes.size or not all(client.covers(region) for region in buffers.regions):
+            return "gathered"
+        if buffers.headroom >= HEADER_BYTES and buffers.sizes.shape[1] == 1:
+            return "in place"
         pieces = int(np.count_nonzero(buffers.sizes))
-        return (
-            bool(pieces)
-            and int(buffers.nbytes.sum()) >= pieces * self._direct_from
-            and buffers.sizes.shape[1] < BATCH_PIECES
-            and all(client.covers(region) for region in buffers.regions)
-        )
+        large = int(buffers.nbytes.sum()) >= pieces * self._direct_from
+        return "in pieces" if large and buffers.sizes.shape[1] < BATCH_PIECES else "gathered"
 
     async def get(self, client: Client, keys: Sequence[str], names: list[str], into: Buffers, deadline: float) -> Moved:
         """Fetch values and prove them. No key twice. Raises StoreError if Mooncake cannot be asked."""
         moved = Moved()
-        if self.direct(client, into):
-            lease = await self._lease(client, len(keys) * HEADER_BYTES, deadline)
-            if lease is None:
-                return moved
-            heads = lease.rows(len(keys), HEADER_BYTES)
-            pointers, sizes = _with_heads(lease, into)
-
-            def get_direct() -> list[int]:
-                codes = client.native.batch_get_into_multi_buffers(names, pointers, sizes)
-                _prove(client, keys, names, codes, into.nbytes, heads, map(into.views, range(len(keys))), moved)
-                return codes
-
-            moved.codes = await self._link.ask(
-                client, client.transfers, get_direct, len(keys), deadline, lease, through=True
-            )
-            if moved.codes is not None:
-                lease.release()
+        memory = await self._memory(client, into, deadline)
+        if memory is None:
             return moved
-
-        layout = Layout(into.nbytes)
-        lease = await self._lease(client, layout.nbytes, deadline)
-        if lease is None:
-            return moved
-        memory = _memory(lease)
-        pointers, sizes = layout.pieces(_address(lease))
-        values = list(layout.values(memory))
 
         def get() -> list[int]:
-            codes = client.native.batch_get_into_multi_buffers(names, pointers, sizes)
-            heads, payloads = [head for head, _ in values], (_view(payload) for _, payload in values)
-            _prove(client, keys, names, codes, into.nbytes, heads, payloads, moved)
+            codes = client.native.batch_get_into_multi_buffers(names, memory.pointers, memory.sizes)
+            _prove(client, keys, names, codes, into.nbytes, memory, moved)
             return codes
 
-        moved.codes = await self._link.ask(client, client.transfers, get, len(keys), deadline, lease)
+        moved.codes = await self._ask(client, memory, get, deadline)
         if moved.codes is not None:
             try:
-                good = [
-                    i
-                    for i, code in enumerate(moved.codes)
-                    if code >= 0 and i not in moved.damaged and i not in moved.wrong
-                ]
-                await self._copy(into, lambda: form.copy_out(layout, memory, into, good))
+                if memory.layout is not None:
+                    await self._copy(into, partial(form.copy_out, memory.layout, memory.array, into, moved.whole))
             finally:
-                lease.release()
+                memory.release()
         return moved
 
     async def put(
         self, client: Client, keys: Sequence[str], names: list[str], source: Buffers, deadline: float
     ) -> Moved:
         """Store values under names that are new. No key twice. Raises StoreError if Mooncake cannot be asked."""
-        if self.direct(client, source):
-            lease = await self._lease(client, len(keys) * HEADER_BYTES, deadline)
-            if lease is None:
-                return Moved()
-            heads = lease.rows(len(keys), HEADER_BYTES)
-            pointers, sizes = _with_heads(lease, source)
+        memory = await self._memory(client, source, deadline)
+        if memory is None:
+            return Moved()
+        try:
+            if memory.layout is not None:
+                await self._copy(source, partial(form.copy_in, source, memory.layout, memory.array))
+        except BaseException:
+            memory.release()
+            raise
 
-            def put_direct() -> list[int]:
-                form.seal(keys, heads, map(source.views, range(len(keys))), self._checksum)
-                return client.native.batch_put_from_multi_buffers(names, pointers, sizes, client.config)
+        def put() -> list[int]:
+            form.seal(keys, memory.heads, memory.payloads(), self._checksum)
+            return client.native.batch_put_from_multi_buffers(names, memory.pointers, memory.sizes, client.config)
 
-            codes = await self._link.ask(client, client.transfers, put_direct, len(keys), deadline, lease, through=True)
-        else:
-            layout = Layout(source.nbytes)
-            lease = await self._lease(client, layout.nbytes, deadline)
-            if lease is None:
-                return Moved()
-            memory = _memory(lease)
-            pointers, sizes = layout.pieces(_address(lease))
-            try:
-                await self._copy(source, lambda: form.copy_in(source, layout, memory))
-            except BaseException:
-                lease.release()
-                raise
-
-            def put() -> list[int]:
-                values = list(layout.values(memory))
-                form.seal(keys, (head for head, _ in values), (_view(payload) for _, payload in values), self._checksum)
-                return client.native.batch_put_from_multi_buffers(names, pointers, sizes, client.config)
-
-            codes = await self._link.ask(client, client.transfers, put, len(keys), deadline, lease)
+        codes = await self._ask(client, memory, put, deadline)
         if codes is not None:
-            lease.release()
+            memory.release()
         return Moved(codes)
+
+    async def _ask(
+        self, client: Client, memory: _Memory, fn: Callable[[], list[int]], deadline: float
+    ) -> list[int] | None:
+        """As :meth:`Link.ask`: if codes are returned, the lease is still to be released."""
+        return await self._link.ask(
+            client, client.transfers, fn, len(memory.heads), deadline, memory.lease, through=memory.layout is None
+        )
+
+    async def _memory(self, client: Client, buffers: Buffers, deadline: float) -> _Memory | None:
+        """Where header and payload of each value lie on their way; None if there was no memory in time."""
+        way = self.way(client, buffers)
+        if way == "in place":
+            return _Memory.in_place(buffers)
+        layout = Layout(buffers.nbytes) if way == "gathered" else None
+        nbytes = len(buffers) * HEADER_BYTES if layout is None else layout.nbytes
+        try:
+            lease = await client.arena.acquire(nbytes, deadline=deadline)
+        except TimeoutError:
+            return None
+        return _Memory.in_pieces(buffers, lease) if layout is None else _Memory.gathered(layout, lease)
 
     async def problem_of_length(self, client: Client, key: str, name: str, stored: int, deadline: float) -> str:
         """What is wrong with a stored value, whatever length its reader expected; empty if it is whole or unknown."""
@@ -158,13 +143,6 @@ class Moves:
         moved = await self.get(client, [key], [name], Buffers.of(memory), deadline)
         return moved.damaged.get(0, "")
 
-    @staticmethod
-    async def _lease(client: Client, nbytes: int, deadline: float) -> Lease | None:
-        try:
-            return await client.arena.acquire(nbytes, deadline=deadline)
-        except TimeoutError:
-            return None
-
     async def _copy(self, buffers: Buffers, copy: Callable[[], None]) -> None:
         if int(buffers.nbytes.sum()) + 1024 * buffers.sizes.size <= _INLINE_BYTES:
             copy()
@@ -173,50 +151,88 @@ class Moves:
             await self._copies.run(copy)
 
 
+class _Memory:
+    """One batch as Mooncake takes it: addresses and sizes of the pieces of each value, its header and its payload.
+
+    ``layout``: of values that are gathered, in ``array``; else it is the caller's memory that is used.
+    """
+
+    def __init__(
+        self,
+        pieces: tuple[list[list[int]], list[list[int]]],
+        heads: Sequence[_Bytes],
+        payloads: Callable[[], Iterable[list[memoryview]]],
+        lease: Lease | None = None,
+    ) -> None:
+        self.pointers, self.sizes = pieces
+        self.heads = heads
+        self.payloads = payloads
+        self.lease = lease
+        self.layout: Layout | None = None
+        self.array: _Bytes = np.empty(0, np.uint8)
+
+    @classmethod
+    def in_place(cls, buffers: Buffers) -> _Memory:
+        """The header goes in front of the payload."""
+        region = buffers.regions[int(buffers.region[0])]
+        starts = (buffers.offsets[:, 0] - HEADER_BYTES).tolist()
+        pieces = (
+            [[region.address + start] for start in starts],
+            [[HEADER_BYTES + size] for size in buffers.nbytes.tolist()],
+        )
+        heads = [region.array[start : start + HEADER_BYTES] for start in starts]
+        return cls(pieces, heads, lambda: map(buffers.views, range(len(buffers))))
+
+    @classmethod
+    def in_pieces(cls, buffers: Buffers, lease: Lease) -> _Memory:
+        """The header is one more piece, in the lease."""
+        first, (pointers, sizes) = _address(lease), buffers.lists
+        pieces = (
+            [[first + i * HEADER_BYTES, *row] for i, row in enumerate(pointers)],
+            [[HEADER_BYTES, *row] for row in sizes],
+        )
+        heads = list(lease.rows(len(buffers), HEADER_BYTES))
+        return cls(pieces, heads, lambda: map(buffers.views, range(len(buffers))), lease)
+
+    @classmethod
+    def gathered(cls, layout: Layout, lease: Lease) -> _Memory:
+        """Header and payload are one piece, in the lease."""
+        array = lease.region.array[lease.offset : lease.offset + lease.nbytes]
+        values = list(layout.values(array))
+        payloads = [[payload.data] if len(payload) else [] for _, payload in values]
+        memory = cls(layout.pieces(_address(lease)), [head for head, _ in values], lambda: payloads, lease)
+        memory.layout, memory.array = layout, array
+        return memory
+
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
+
 def _prove(
     client: Client,
     keys: Sequence[str],
     names: Sequence[str],
     codes: list[int],
     nbytes: npt.NDArray[np.int64],
-    heads: Iterable[_Bytes],
-    payloads: Iterable[list[memoryview]],
+    memory: _Memory,
     moved: Moved,
 ) -> None:
     """In the thread of the call: is what came what was stored? Else, is it the length that does not fit?"""
-    sizes = nbytes.tolist()
-    for i, (code, head, pieces) in enumerate(zip(codes, heads, payloads, strict=False)):
-        wanted = HEADER_BYTES + sizes[i]
-        if code < 0 and meaning_of(code) is not Meaning.MISFIT:
-            continue
-        if code < 0:
+    values = zip(codes, nbytes.tolist(), memory.heads, memory.payloads(), strict=False)
+    for i, (code, size, head, pieces) in enumerate(values):
+        wanted = HEADER_BYTES + size
+        meaning = meaning_of(code)
+        if meaning is Meaning.MISFIT:
             code = client.native.get_size(names[i])
             if code < 0:
                 codes[i] = code
-            elif code != wanted:
-                moved.wrong[i] = code
-        elif code != wanted:
+        if code >= 0 and code != wanted:
             moved.wrong[i] = code
-        elif problem := form.problem_of(keys[i], head.tobytes(), pieces):
+        elif meaning is Meaning.OK and (problem := form.problem_of(keys[i], head.tobytes(), pieces)):
             moved.damaged[i] = problem
-
-
-def _with_heads(lease: Lease, buffers: Buffers) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and sizes with one more piece in front of each value."""
-    first = _address(lease)
-    pointers, sizes = buffers.lists
-    return (
-        [[first + i * HEADER_BYTES, *row] for i, row in enumerate(pointers)],
-        [[HEADER_BYTES, *row] for row in sizes],
-    )
-
-
-def _view(payload: _Bytes) -> list[memoryview]:
-    return [payload.data] if len(payload) else []
-
-
-def _memory(lease: Lease) -> _Bytes:
-    return lease.region.array[lease.offset : lease.offset + lease.nbytes]
+        elif meaning is Meaning.OK:
+            moved.whole.append(i)
 
 
 def _address(lease: Lease) -> int:

@@ -131,6 +131,7 @@ class CheckedStore(Store):
         self.capabilities = replace(
             theirs,
             zero_copy=False,  # the header lies in memory that is registered nowhere
+            headroom=0,
             max_value_bytes=None if largest is None else max(0, largest - form.HEADER_BYTES),
         )
         pass_on_powers(self, self.inner)

@@ -51,6 +51,7 @@ __all__ = ["MooncakeStore"]
 
 logger = logging.getLogger(__name__)
 
+HEADROOM = 64  # of which the header takes the last 40: the payload behind it is aligned
 PROBED_KEYS = 4096  # in one native call
 REMOVE_S = 30.0  # how long it is tried to remove a value that somebody has a lease on
 STUCK_S = 60.0  # how long a damaged value that could not be removed is left alone
@@ -75,7 +76,7 @@ class MooncakeStore(Store):
         self._settings = settings
         self._prefix = options.prefix
         self.capabilities = Capabilities(
-            shared=True, zero_copy=settings.zero_copy, ttl=False, max_value_bytes=settings.max_value
+            shared=True, zero_copy=settings.zero_copy, headroom=HEADROOM, max_value_bytes=settings.max_value
         )
         self._life = Lifecycle(self._name)
         self._link = Link(settings, self._name, connect)

@@ -75,13 +75,15 @@ class Buffers:
 
     ``regions``: the spans the pieces lie in. ``region``: intp[m], region index of piece column j.
     ``offsets``: int64[n, m], byte offset of each piece in its region. ``sizes``: int64[n, m], its length in bytes.
-    A value is the concatenation of its key's pieces. ``len()`` is the number of keys, n.
+    A value is the concatenation of its key's pieces. ``len()`` is the number of keys, n. ``headroom``: so many bytes in
+    front of the first piece of each value are free for the store to use during a call.
     """
 
     regions: tuple[Region, ...]
     region: npt.NDArray[np.intp]
     offsets: Int64
     sizes: Int64
+    headroom: int = 0
 
     def __post_init__(self) -> None:
         shape = self.offsets.shape
@@ -94,18 +96,20 @@ class Buffers:
         _check_regions("buffers", self.region, self.regions)
         limits = np.array([r.nbytes for r in self.regions], np.int64)[self.region]
         # Never offset + size: a sum that overflows would look small.
+        if self.headroom and not 0 <= self.headroom <= self.offsets[:, 0].min():
+            raise LayoutError(f"buffers: there are no {self.headroom} bytes in front of a value in its region")
         if self.offsets.min() < 0 or self.sizes.min() < 0 or bool((self.sizes > limits - self.offsets).any()):
             raise LayoutError("buffers: a piece lies outside its region")
 
     @classmethod
-    def single(cls, region: Region, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Self:
+    def single(cls, region: Region, offsets: npt.ArrayLike, sizes: npt.ArrayLike, *, headroom: int = 0) -> Self:
         """One piece a key, all in one region. ``sizes`` may be one number for all."""
         start = np.asarray(offsets, np.int64).reshape(-1, 1)
         size = np.asarray(sizes, np.int64).reshape(-1, 1)
         if len(size) not in (1, len(start)):
             raise LayoutError(f"buffers: {len(size)} sizes do not fit {len(start)} offsets")
         size = np.broadcast_to(size, start.shape)
-        return cls((region,), np.zeros(1, np.intp), start, size)
+        return cls((region,), np.zeros(1, np.intp), start, size, headroom)
 
     @classmethod
     def of(cls, *values: HostBuffer) -> Self:
@@ -150,7 +154,7 @@ class Buffers:
         """The buffers of some keys, by index or mask, in the order given."""
         rows = np.asarray(index)
         rows = rows if rows.dtype == np.bool_ else rows.astype(np.intp)
-        return Buffers(self.regions, self.region, self.offsets[rows], self.sizes[rows])
+        return Buffers(self.regions, self.region, self.offsets[rows], self.sizes[rows], self.headroom)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,15 +38,19 @@ class Lease:
         self.detached = False
         self._staging: Staging | None = staging
 
-    def rows(self, n: int, width: int) -> Bytes2D:
-        """A writable uint8[n, width] view of the first ``n * width`` bytes. Raises LayoutError if they do not fit."""
-        self._check(n, width)
-        return self.region.array[self.offset : self.offset + n * width].reshape(n, width)
+    def rows(self, n: int, width: int, headroom: int = 0) -> Bytes2D:
+        """A writable uint8[n, width] view, with ``headroom`` bytes before each row; contiguous without.
 
-    def buffers(self, n: int, width: int) -> Buffers:
+        Raises LayoutError if that does not fit.
+        """
+        stride = self._stride(n, width, headroom)
+        return self.region.array[self.offset : self.offset + n * stride].reshape(n, stride)[:, headroom:]
+
+    def buffers(self, n: int, width: int, headroom: int = 0) -> Buffers:
         """The same rows as the memory of ``n`` keys, one piece each. Raises LayoutError if they do not fit."""
-        self._check(n, width)
-        return Buffers.single(self.region, self.offset + np.arange(n, dtype=np.int64) * width, width)
+        stride = self._stride(n, width, headroom)
+        starts = self.offset + headroom + np.arange(n, dtype=np.int64) * stride
+        return Buffers.single(self.region, starts, width, headroom=headroom)
 
     def detach(self) -> None:
         """Keep the memory beyond the end of ``async with staging.lease(...)``: whoever has the lease releases it."""
@@ -58,11 +62,13 @@ class Lease:
         if staging is not None:
             staging._release(self)
 
-    def _check(self, n: int, width: int) -> None:
+    def _stride(self, n: int, width: int, headroom: int) -> int:
         if self._staging is None:
             raise LayoutError("this lease of staging memory has been released; its bytes may be another transfer's")
-        if n < 0 or width < 0 or n * width > self.nbytes:
-            raise LayoutError(f"{n} rows of {width} bytes do not fit a lease of {self.nbytes} bytes")
+        stride = headroom + width
+        if n < 0 or width < 0 or headroom < 0 or n * stride > self.nbytes:
+            raise LayoutError(f"{n} rows of {stride} bytes do not fit a lease of {self.nbytes} bytes")
+        return stride
 
 
 @dataclass(eq=False, slots=True)

@@ -107,6 +107,7 @@ class Capabilities:
     zero_copy: bool = False  #: moves bytes straight between registered engine memory and the store
     ttl: bool = False  #: values may expire by themselves
     scan: bool = False  #: implements SupportsScan
+    headroom: int = 0  #: bytes in front of each value in memory that it would like to use; spares it a copy or a piece
     max_value_bytes: int | None = None  #: larger values are REJECTED
     loops: frozenset[str] = frozenset({"asyncio", "trio"})  #: event loops it runs on; others are refused by name
 

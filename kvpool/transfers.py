@@ -157,11 +157,12 @@ class Transfers:
             self._failed.add((keys[i] for i in np.flatnonzero(~results.ok)), anyio.current_time())
             _report(out, rows, results, width)
             return
-        lease = await self._lease(len(rows) * width, LOAD, deadline)
+        headroom = self._headroom(part)
+        lease = await self._lease(len(rows) * (headroom + width), LOAD, deadline)
         if lease is None:
             self._failed.add(keys, anyio.current_time())
             return
-        buffers = lease.buffers(len(rows), width)
+        buffers = lease.buffers(len(rows), width, headroom)
         got = await self._calls.run(lambda: self._store.get_into(keys, buffers, deadline=deadline), deadline, lease)
         if got.late:
             self._failed.add(keys, anyio.current_time())
@@ -173,7 +174,7 @@ class Transfers:
             # A cancelled job must not touch the engine's blocks; from here on nothing waits for the store any more.
             await anyio.lowlevel.checkpoint_if_cancelled()
             if len(ok):
-                staged = lease.rows(len(rows), width)
+                staged = lease.rows(len(rows), width, headroom)
                 staged = staged if len(ok) == len(rows) else staged[ok]
                 blocks = part.block_ids[rows[ok]].reshape(-1)
                 await self._threads.run(layout.scatter, blocks, staged.reshape(len(blocks), layout.block_bytes))
@@ -191,7 +192,7 @@ class Transfers:
         read: Callable[[], None],
     ) -> None:
         """Probe, copy out, put. ``read`` is called once, when no block of the batch will be read any more."""
-        layout, width = self._layouts[part.group], self._width(part)
+        layout, width, headroom = self._layouts[part.group], self._width(part), self._headroom(part)
         lease: Lease | None = None
         try:
             admitted = self._admission.admit([part.hashes[i] for i in rows.tolist()])
@@ -215,11 +216,11 @@ class Transfers:
                 self._failed.discard(keys[i] for i in np.flatnonzero(results.ok))
                 _report(out, rows, results, width)
                 return
-            lease = await self._lease(len(rows) * width, SAVE, deadline)
+            lease = await self._lease(len(rows) * (headroom + width), SAVE, deadline)
             if lease is None:
                 return
             blocks = part.block_ids[rows].reshape(-1)
-            staged = lease.rows(len(rows), width).reshape(len(blocks), layout.block_bytes)
+            staged = lease.rows(len(rows), width, headroom).reshape(len(blocks), layout.block_bytes)
             await self._threads.run(layout.gather, blocks, staged)
         except BaseException:
             if lease is not None:
@@ -227,7 +228,7 @@ class Transfers:
             raise
         finally:
             read()
-        buffers = lease.buffers(len(rows), width)
+        buffers = lease.buffers(len(rows), width, headroom)
         put = await self._calls.run(lambda: self._store.put(keys, buffers, deadline=deadline), deadline, lease)
         if put.late:
             return
@@ -248,8 +249,13 @@ class Transfers:
         if not self._layouts:
             raise LayoutError("this pool was made without block layouts: it can only look up")
         self._layouts[part.group].check(part.block_ids)
-        per_batch = max(1, self._batch_bytes // max(1, self._width(part)))
+        per_batch = max(1, self._batch_bytes // max(1, self._headroom(part) + self._width(part)))
         return [np.arange(i, min(i + per_batch, len(part))) for i in range(0, len(part), per_batch)]
+
+    def _headroom(self, part: Transfer) -> int:
+        """Bytes in front of each value for the store; none where rows of several blocks must be contiguous."""
+        wanted = self._store.capabilities.headroom
+        return wanted if part.blocks_per_chunk == 1 and wanted + self._width(part) <= self.staging.nbytes else 0
 
     def _width(self, part: Transfer) -> int:
         return part.blocks_per_chunk * self._layouts[part.group].block_bytes if self._layouts else 0

@@ -1,0 +1,162 @@
+"""The Mooncake store beside raw calls of Mooncake's client, on a real master and owner that this script starts.
+
+Run from the checkout: ``.venv/bin/python -m tests.mooncake.namespace .venv/bin/python benchmarks/mooncake_store.py``.
+The raw client moves the same registered buffers by the same method, without headers, checksums, copies or awaits; "as
+vLLM" is how vLLM's own connector calls it: every region of a chunk is one piece. The ways take turns, so that other
+load on the machine meets all of them; what is compared is the best of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import anyio
+import numpy as np
+
+from kvpool.backends import _mooncake_moves
+from kvpool.backends.mooncake import MooncakeStore
+from kvpool.memory import Buffers, Region
+from tests.mooncake.servers import Mooncake
+
+GAP = 4096  # between two pieces, as between the layers of an engine
+Way = Callable[[str], Awaitable[None]]
+_numbers = count()
+
+
+class Bench:
+    """The pieces of some values in one registered region, and a raw client on it."""
+
+    def __init__(self, mooncake: Mooncake, rounds: int) -> None:
+        self.mooncake = mooncake
+        self.rounds = rounds
+        self.memory = Region.of(np.random.default_rng(0).integers(0, 256, 48 << 20, np.uint8))
+
+    def buffers(self, values: int, pieces: int, size: int) -> Buffers:
+        offsets = GAP + np.arange(values * pieces, dtype=np.int64).reshape(values, pieces) * (size + GAP)
+        return Buffers((self.memory,), np.zeros(pieces, np.intp), offsets, np.full_like(offsets, size))
+
+    def store(self, options: str = "") -> MooncakeStore:
+        return MooncakeStore(f"{self.mooncake.url}?{options}")
+
+    async def compare(self, title: str, nbytes: int, puts: dict[str, Way], gets: dict[str, Way], to: str) -> None:
+        """Time the ways in turn, each on keys of its own; ratios are those to ``to``."""
+        best: dict[str, list[float]] = {}
+        middle: dict[str, list[float]] = {}
+        for op, ways in (("put", puts), ("get", gets)):
+            times: dict[str, list[float]] = {name: [] for name in ways}
+            for i in range(self.rounds + 2):
+                for name, way in ways.items():
+                    key = f"{name.replace(' ', '')}/{os.getpid()}/{next(_numbers) if op == 'put' else 'read'}"
+                    begin = time.perf_counter()
+                    await way(key)
+                    if i >= 2:
+                        times[name].append(time.perf_counter() - begin)
+                    if op == "put":
+                        self.mooncake.owners[0].raw("remove_all", True)
+            for name, taken in times.items():
+                best.setdefault(name, []).append(min(taken))
+                middle.setdefault(name, []).append(median(taken))
+        print(f"\n{title}")
+        for name in best:
+            ratios = [a / b for a, b in zip(best[to], best[name], strict=True)]
+            halves = [a / b for a, b in zip(middle[to], middle[name], strict=True)]
+            print(f"  {name:30}", end="")
+            for op, seconds, x, half in zip(("put", "get"), best[name], ratios, halves, strict=True):
+                rate = nbytes / seconds / 1e6
+                print(f"   {op} {seconds * 1e3:7.2f} ms {rate:6.0f} MB/s x{x:.2f} (x{half:.2f})", end="")
+            print(flush=True)
+
+
+def raw_ways(native: Any, buffers: Buffers) -> tuple[Way, Way]:
+    pointers, sizes = buffers.lists
+    totals = buffers.nbytes.tolist()
+
+    async def put(key: str) -> None:
+        names = [f"{key}/{i}" for i in range(len(totals))]
+        assert not any(native.batch_put_from_multi_buffers(names, pointers, sizes))
+
+    async def get(key: str) -> None:
+        names = [f"{key}/{i}" for i in range(len(totals))]
+        if native.batch_get_into_multi_buffers(names, pointers, sizes) != totals:
+            await put(key)  # the first time
+
+    return put, get
+
+
+def store_ways(store: MooncakeStore, buffers: Buffers) -> tuple[Way, Way]:
+    async def put(key: str) -> None:
+        assert (await store.put([f"{key}/{i}" for i in range(len(buffers))], buffers)).ok.all()
+
+    async def get(key: str) -> None:
+        if not (await store.get_into([f"{key}/{i}" for i in range(len(buffers))], buffers)).ok.all():
+            await put(key)
+
+    return put, get
+
+
+async def against_raw(bench: Bench, native: Any, values: int, pieces: int, size: int, options: Sequence[str]) -> None:
+    buffers = bench.buffers(values, pieces, size)
+    puts, gets = {}, {}
+    puts["raw"], gets["raw"] = raw_ways(native, buffers)
+    async with AsyncExitStack() as stack:
+        for option in options:
+            store = await stack.enter_async_context(bench.store(option))
+            await store.register([bench.memory])
+            puts[option], gets[option] = store_ways(store, buffers)
+            if pieces == 1:  # as in a pool's staging memory
+                roomy = replace(buffers, headroom=store.capabilities.headroom)
+                puts[f"{option}, headroom"], gets[f"{option}, headroom"] = store_ways(store, roomy)
+        title = f"{values} values of {pieces} x {size >> 10} KiB, all in one call"
+        await bench.compare(title, int(buffers.nbytes.sum()), puts, gets, "raw")
+
+
+async def crossover(bench: Bench) -> None:
+    """From which size of a piece on it is cheaper to hand it over than to gather it."""
+    for size in (64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20):
+        buffers = bench.buffers(4, 4, size)
+        puts, gets = {}, {}
+        async with bench.store("threads=2") as gathering, bench.store("threads=3") as handing:
+            for name, store, limit in (("gathered", gathering, 1 << 40), ("handed over", handing, 0)):
+                await store.register([bench.memory])
+                store._moves._direct_from = limit
+                puts[name], gets[name] = store_ways(store, buffers)
+            await bench.compare(f"4 values of 4 x {size >> 10} KiB", int(buffers.nbytes.sum()), puts, gets, "gathered")
+    print(f"\nchosen: pieces of {_mooncake_moves.DIRECT_FROM} bytes and more are handed over")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--only", choices=["raw", "vllm", "crossover"])
+    arguments = parser.parse_args()
+    with Mooncake(memory=512 << 20, default_kv_lease_ttl="200ms") as mooncake:
+        bench = Bench(mooncake, arguments.rounds)
+        async with bench.store("host=127.0.0.1&threads=1") as first:
+            native = first._link.client().native
+            await first.register([bench.memory])
+            if arguments.only in (None, "raw"):
+                await against_raw(bench, native, 16, 1, 1 << 20, ["checksum=xxh3_64", "checksum=none"])
+                await against_raw(bench, native, 4, 4, 1 << 20, ["checksum=xxh3_64", "checksum=none"])
+                await against_raw(bench, native, 16, 2, 512 << 10, ["checksum=xxh3_64", "checksum=none"])
+            if arguments.only in (None, "vllm"):
+                print("\nraw is vLLM's call pattern here:")
+                await against_raw(bench, native, 1, 64, 16 << 10, ["checksum=xxh3_64", "checksum=none"])
+                await against_raw(bench, native, 8, 64, 16 << 10, ["checksum=xxh3_64", "checksum=none"])
+            if arguments.only in (None, "crossover"):
+                await crossover(bench)
+
+
+if __name__ == "__main__":
+    anyio.run(main)
