@@ -27,7 +27,7 @@ __all__ = ["BATCH_BYTES", "BATCH_PIECES", "BATCH_VALUES", "Moved", "Moves"]
 BATCH_BYTES, BATCH_VALUES, BATCH_PIECES = 32 << 20, 256, 512
 #: Bytes of a piece from which on it is cheaper to hand it over than to copy it, by protocol: docs/mooncake.md.
 DIRECT_FROM = {"tcp": 256 << 10, "rdma": 8 << 10}
-_INLINE_BYTES = 1 << 20  # copied on the loop; more is copied in a thread
+_INLINE_BYTES = 2 << 20  # copied on the loop; more is copied in a thread
 
 #: In place: in the caller's memory, the header in front of the payload. In pieces: the same with the header as one more
 #: piece. Gathered: in memory of the store's own.
