@@ -347,3 +347,11 @@ def test_nothing_to_copy_is_no_problem() -> None:
     layout.gather([], np.zeros((0, 6), np.uint8))
     layout.scatter([], np.zeros((0, 6), np.uint8))
     assert len(layout.buffers([])) == 0
+
+
+def test_headroom_lies_in_the_region() -> None:
+    region = Region.of(bytearray(100))
+    assert Buffers.single(region, [16, 60], 40, headroom=16).headroom == 16
+    for offset, headroom in ((15, 16), (50, -1)):
+        with pytest.raises(LayoutError, match="in front of a value"):
+            Buffers.single(region, [offset], 10, headroom=headroom)

@@ -13,8 +13,13 @@ from kvpool.backends import mooncake
 from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
 from kvpool.backends._mooncake_moves import BATCH_BYTES, BATCH_PIECES, BATCH_VALUES
 from kvpool.backends.mooncake import MooncakeStore
+from kvpool.config import Config
 from kvpool.errors import LayoutError
-from kvpool.memory import Buffers, Region
+from kvpool.hashes import chain_hashes
+from kvpool.keys import Namespace
+from kvpool.memory import BlockLayout, Buffers, Region
+from kvpool.pool import KVPool
+from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Status
 from kvpool.testing.stores import get, put
 from tests.unit.mooncake_fake import Cluster
@@ -176,6 +181,39 @@ async def test_small_pieces_are_gathered_and_large_ones_handed_over(cluster: Clu
             assert (await store.get_into([name], buffers(region, size))).ok.all()
             assert len(cluster.batches[-1][2][0]) == wanted
             assert np.array_equal(region.array[: 4 * size], kept)
+
+
+async def test_the_header_goes_in_front_of_the_payload_where_there_is_room(cluster: Cluster) -> None:
+    async with store_of(cluster) as store:
+        memory = np.full(4 * 1064, 7, np.uint8)
+        region = Region.of(memory)
+        await store.register([region])
+        room = store.capabilities.headroom
+        buffers = Buffers.single(region, room + np.arange(4) * 1064, 1000, headroom=room)
+        keys = ["a", "b", "c", "d"]
+        assert (await store.put(keys, buffers)).ok.all()
+        assert cluster.batches[-1][2] == [[1040]] * 4
+        memory[:] = 9
+        assert (await store.get_into(keys[::-1], buffers)).ok.all()
+        rows = memory.reshape(4, 1064)
+        assert (rows[:, 64:] == 7).all()
+        assert (rows[:, :24] == 9).all(), "no more than the headroom is used"
+
+
+async def test_a_pool_copies_values_once(cluster: Cluster) -> None:
+    """Staging memory is registered and has the room, so the store copies nothing more."""
+    layers = [np.full((16, 512), i, np.uint8) for i in range(2)]
+    spec = CacheSpec((CacheGroup(Kind.FULL, 4),), 4)
+    config = Config.load({"staging_bytes": 1 << 20, "batch_bytes": 1 << 16}, environ={})
+    store, layout = store_of(cluster), BlockLayout.of_arrays(*layers)
+    async with KVPool(store, spec=spec, namespace=Namespace.of({"t": 1}), layouts=[layout], config=config) as pool:
+        hashes = chain_hashes(list(range(32)), 4)
+        assert (await pool.save([pool.transfer(0, hashes, range(8), range(8))]))[0].ok.all()
+        assert store._link.client().arena.peak <= 8192, "for the manifest only"
+        for layer in layers:
+            layer[8:] = 255
+        assert (await pool.load([pool.transfer(0, hashes, range(8), range(8, 16))]))[0].ok.all()
+        assert all((layer == layer[0, 0]).all() for layer in layers)
 
 
 async def test_values_larger_than_the_stores_own_memory_are_refused(cluster: Cluster) -> None:

@@ -413,3 +413,19 @@ def test_bytes_of_one_lease_are_never_anothers(seed: int) -> None:
         assert 0 < staging.peak <= staging.nbytes
 
     simulate(main, seed=seed)
+
+
+@pytest.mark.anyio
+async def test_rows_can_have_room_in_front() -> None:
+    async with Staging(1 << 16).lease(3 * (64 + 1000)) as lease:
+        lease.rows(3, 1064)[:] = 7
+        rows, buffers = lease.rows(3, 1000, headroom=64), lease.buffers(3, 1000, headroom=64)
+        rows[:] = 9
+        assert lease.rows(3, 1064)[:, :64].tolist() == [[7] * 64] * 3
+        assert [bytes(view) for i in range(3) for view in buffers.views(i)] == [b"\x09" * 1000] * 3
+        assert buffers.headroom == buffers.select([1]).headroom == 64
+        for bad in ((3, 1001, 64), (4, 1000, 64), (3, 1000, -1)):
+            with pytest.raises(LayoutError):
+                lease.rows(*bad)
+            with pytest.raises(LayoutError):
+                lease.buffers(*bad)
