@@ -67,6 +67,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
         transfer = self._kv_transfer_config
         self._config = Config.load(transfer.kv_connector_extra_config)
         store = create_store(self._config.store)  # wrong options stop both halves at start; nothing is opened here
@@ -261,6 +262,15 @@ def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: 
     """The engine's namespace, for later: vLLM sets the seed of its hash chain after it has made the scheduler."""
     facts = model_facts(vllm_config, kv_cache_config, config)
     return functools.cache(lambda: Namespace.of({**facts, **seed_facts(vllm_config)}))
+
+
+def _log_like_vllm() -> None:
+    """Let vLLM's log show what kvpool says, in its form and from its level on, unless logging is set up otherwise."""
+    ours, theirs = logging.getLogger("kvpool"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
 
 
 def _private_url(vllm_config: VllmConfig, config: Config) -> str:

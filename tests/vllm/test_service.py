@@ -29,6 +29,7 @@ from kvpool.vllm.messages import Job, Part, StepWork, WorkerReport
 from kvpool.vllm.service import Service
 from kvpool.vllm.worker import WorkerSide
 from tests.redis.server import RedisServer
+from tests.vllm.engine import Engine, prompt
 
 BLOCK, EPOCH = 4, bytes(16)
 SPEC = CacheSpec((CacheGroup(Kind.FULL, BLOCK),), BLOCK)
@@ -282,6 +283,28 @@ def faulty(folder: Path, **fault: object) -> dict[str, str]:
     script = folder / "faults.json"
     script.write_text(json.dumps([fault]))
     return {"url": "kvpool.testing.faults:FaultyStore", "store": f"file://{folder}/kv", "script": str(script)}
+
+
+def test_an_engine_that_starts_without_its_store(model: Path, tmp_path: Path) -> None:
+    engine = Engine(model, {"store": late(tmp_path / "there")})
+    try:
+        tokens = prompt(320, seed=1)
+        cold = engine.run(tokens)
+        engine.assert_at_rest()
+        assert engine.counters["saved_chunks"] == 0
+        (tmp_path / "there").touch()
+        end = time.monotonic() + 60
+        while not engine.counters["saved_chunks"]:
+            assert time.monotonic() < end, "the store is there, and the pool does not come back"
+            engine.forget()
+            engine.run(tokens)
+            engine.drain()
+        engine.forget()
+        assert engine.run(tokens).near(cold)
+        assert engine.counters["loaded_chunks"] > 0
+        engine.assert_at_rest()
+    finally:
+        engine.close()
 
 
 def ask(url: str) -> LookupResult:

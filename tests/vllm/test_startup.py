@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import logging
 import os
@@ -125,6 +126,24 @@ def test_the_version_of_vllm_is_said(model: Path, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "kvpool")
     connect(vllm_config(model))
     assert f"vLLM {vllm.__version__} (tested: " in _said(caplog)
+
+
+def test_what_is_said_is_seen_in_vllm_s_log(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, root = (logging.getLogger(name) for name in ("kvpool", "vllm", ""))
+    seen = logging.StreamHandler(stream := io.StringIO())
+    monkeypatch.setattr(theirs, "handlers", [seen])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(ours, "level", logging.NOTSET)
+    with monkeypatch.context() as patch:
+        patch.setattr(root, "handlers", [])
+        ours.manager._clear_cache()  # type: ignore[attr-defined]
+        connect(vllm_config(model))
+        connect(vllm_config(model))
+    assert stream.getvalue().count(f"kvpool runs with vLLM {vllm.__version__}") == 2
+    monkeypatch.setattr(ours, "handlers", [])
+    connect(vllm_config(model))
+    assert not ours.handlers, "logging is set up by somebody else"
 
 
 def test_every_reason_is_named_at_once(model: Path) -> None:
