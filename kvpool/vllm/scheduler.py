@@ -198,8 +198,10 @@ class SchedulerSide:
         # An answer counts at least once, so that a short age cannot make a request ask for ever.
         fresh = state.answer is not None and (not state.answer_used or time.monotonic() < state.answer_until)
         if state.ticket is None and not state.no_lookup and not (fresh and state.asked_local <= local_tokens):
+            # Under preemption the local count shrinks step by step: the second time ask for everything, once.
+            shrunk = state.answer is not None and state.asked_local > local_tokens
             state.answer = None
-            self._ask(state, local_tokens)
+            self._ask(state, local_tokens, asked_local=0 if shrunk else local_tokens)
         if state.ticket is not None and self._grace_left > 0:
             start = time.monotonic()
             self._poll(self._grace_left, until=state)
@@ -216,13 +218,13 @@ class SchedulerSide:
         state.offered = local_tokens
         return tokens
 
-    def _ask(self, state: _RequestState, local_tokens: int) -> None:
+    def _ask(self, state: _RequestState, local_tokens: int, *, asked_local: int) -> None:
         hashes = state.request.block_hashes
         if self.spec.align(min(len(hashes) * self.spec.hash_block_size, state.request.num_tokens - 1)) <= local_tokens:
             return
         namespace, num_tokens = self._namespace().digest, state.request.num_tokens
-        request = LookupRequest(namespace, self.epoch, num_tokens, local_tokens, self._hashes(state))
-        state.asked_local = local_tokens
+        request = LookupRequest(namespace, self.epoch, num_tokens, asked_local, self._hashes(state))
+        state.asked_local = asked_local
         state.ticket = self._client.submit(request, timeout=self.config.lookup_timeout_ms / 1000)
         self._tickets[state.ticket] = state
 

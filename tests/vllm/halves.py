@@ -13,7 +13,7 @@ from kvpool.hashes import chain_hashes
 from kvpool.keys import Namespace
 from kvpool.ranks import Parallel
 from kvpool.spec import CacheGroup, CacheSpec, Kind
-from kvpool.transport import LookupResult
+from kvpool.transport import LookupRequest, LookupResult
 from kvpool.vllm.kv_events import KVEvents
 from kvpool.vllm.messages import WorkerReport
 from kvpool.vllm.scheduler import SchedulerSide
@@ -58,9 +58,11 @@ class FakeClient:
     def __init__(self, result: LookupResult) -> None:
         self.result = result
         self.asked = self.polls = 0
+        self.requests: list[LookupRequest] = []
         self._answered: list[int] = []
 
-    def submit(self, request: object, *, timeout: float) -> int:
+    def submit(self, request: LookupRequest, *, timeout: float) -> int:
+        self.requests.append(request)
         self.asked += 1
         return self.asked
 
