@@ -35,11 +35,12 @@ Flags = npt.NDArray[np.bool_]
 #: Most waves a search takes, for any presence pattern.
 MAX_WAVES: Final = 6
 _DENSE_WAVES: Final = 3
-#: Where the first wave samples a dense group: finer towards the front, each a sixth further than the one before, so
-#: the waste of a wrong guess stays a fixed share of the hit. What a miss costs: 58 keys of 18,000 chunks, 66 of 65,000.
-#: A table, because to work the places out each time takes 10 us, as long as all else that a search does for a miss.
-_LADDER: Final = np.unique(np.rint(1.168 ** np.arange(256)).astype(np.intp)) - 1
-#: Chunks of a dense group asked for in the second wave's samples, and where they lie in the gap.
+#: Where the first wave samples a dense group: each half as far again as the one before, so the waste of a wrong guess
+#: stays a fixed share of the hit. What a miss costs: 24 keys of 18,000 chunks, 27 of 65,000. A table, because to work
+#: the places out each time takes 10 us, as long as all else that a search does for a miss.
+_LADDER: Final = np.unique(np.rint(1.5 ** np.arange(64)).astype(np.intp)) - 1
+#: A gap of so many chunks of a dense group is asked for as a whole; in a larger one the second wave takes so many
+#: samples, which lie so.
 _SAMPLES: Final = 64
 _SPACING: Final = np.linspace(0.0, 1.0, _SAMPLES)
 #: Candidates asked for in full in the first wave of candidates; each next one takes eight times as many.
@@ -138,7 +139,7 @@ class _Group:
             present = _where(self.chunks[self.run : self.run_end] == PRESENT)
             sure += int(present[-1]) + 1 if len(present) else 0
         gap = self.run_end - sure
-        if not gap or (wave and gap <= _SAMPLES) or wave >= _DENSE_WAVES - 1:
+        if gap <= _SAMPLES or wave >= _DENSE_WAVES - 1:
             chunks = np.arange(self.run, self.run_end)
         else:
             if wave == 0:
