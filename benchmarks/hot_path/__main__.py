@@ -27,17 +27,17 @@ DELAYS_MS = (0.5, 2.0)
 
 
 async def lookups(
-    prompts: dict[str, Prompt], wanted: Callable[[str], bool], ms: float, runs: int
+    prompts: dict[str, Prompt], wanted: Callable[[str], bool], ms: float, options: argparse.Namespace
 ) -> AsyncIterator[Row]:
     for name, (_, layout, stored, local) in paths.LOOKUPS.items():
         if wanted(name):
             async with paths.Lookup(prompts[layout], stored, local, ms / 1000).open() as lookup:
-                yield await alternate(paths.lookup_path(name, lookup), runs)
+                yield await alternate(paths.lookup_path(name, lookup), options.runs, options.run_seconds)
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, list[Row]]]:
     prompts = {"full16": Prompt(FULL16, options.tokens), "five": Prompt(five(), options.tokens)}
-    runs, rows = options.runs, list[Row]()
+    rows = list[Row]()
 
     def wanted(name: str) -> bool:
         return options.only in name
@@ -47,20 +47,20 @@ async def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, lis
         print(line(row), flush=True)
 
     print(header(f"{options.tokens:,} tokens, a store that answers at once"))
-    async for row in lookups(prompts, wanted, 0.0, runs):
+    async for row in lookups(prompts, wanted, 0.0, options):
         keep(row)
     others = [*paths.mask_paths(prompts["five"]), *paths.save_paths(prompts["five"])]
     for path in [*others, *paths.address_paths(options.tokens, REGIONS)]:
         if wanted(path.name):
-            keep(await alternate(path, runs))
+            keep(await alternate(path, options.runs, options.run_seconds))
     for name, over_ipc in (("lookup_server_cpu", channel.server_cpu), ("lookup_32_concurrent_p99", channel.concurrent)):
         if wanted(name):
-            keep(over_ipc(prompts["five"], runs))
+            keep(over_ipc(prompts["five"], options.runs))
     delayed: dict[str, list[Row]] = {}
     for ms in DELAYS_MS:
         print(header(f"the lookups with a store that takes {ms} ms a call"))
         found = delayed[str(ms)] = []
-        async for row in lookups(prompts, wanted, ms, runs):
+        async for row in lookups(prompts, wanted, ms, options):
             found.append(row)
             print(line(row, bound=False), flush=True)
     return rows, delayed
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--run-seconds", type=float, default=0.1, help="a run of one side lasts so long at least")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     options = parser.parse_args()

@@ -11,9 +11,6 @@ from typing import Any
 
 __all__ = ["Path", "Row", "alternate"]
 
-#: One run of one side lasts at least so long; short calls are repeated.
-_RUN_S = 0.1
-
 
 @dataclass(frozen=True)
 class Path:
@@ -52,8 +49,11 @@ class Row:
         return min(pairs), max(pairs)
 
 
-async def alternate(path: Path, runs: int) -> Row:
-    """Run both sides in turns, ``runs`` times each after one warm-up that compares the answers."""
+async def alternate(path: Path, runs: int, run_s: float) -> Row:
+    """Run both sides in turns, ``runs`` times each after one warm-up that compares the answers.
+
+    A run of one side lasts at least ``run_s`` seconds; short calls are repeated.
+    """
     if path.fresh:
         path.fresh()
     path.check(path.reference(), await _answer(path.ours))
@@ -61,14 +61,14 @@ async def alternate(path: Path, runs: int) -> Row:
     repeat = dict.fromkeys((path.reference, path.ours), 1)
     times: dict[Any, list[float]] = {side: [] for side in repeat}
     gc.collect()
-    gc.freeze()  # what was there before, vLLM's modules above all, is not looked through again
+    gc.freeze()  # as vLLM does in its workers: its modules are not looked through again and again
     for run in range(-1, runs):
         for side, found in times.items():
             if path.fresh:
                 path.fresh()
             seconds = await _time(side, repeat[side])
             if run < 0 and not path.fresh:
-                repeat[side] = max(1, round(_RUN_S / seconds))
+                repeat[side] = max(1, round(run_s / seconds))
             elif run >= 0:
                 found.append(seconds)
     gc.unfreeze()
