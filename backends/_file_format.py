@@ -1,8 +1,10 @@
 """What one value looks like on disk, and where it lies. Pure functions.
 
-A file is a header of 40 bytes and the payload. A key becomes ``<its parts but the last>/=<hh>/<last part>`` below the
-root: ``hh`` fans a group's files out over 256 directories. ``=`` appears in no name made from a key, so no key's file
-can stand where another key's directory must.
+A file is a header of 40 bytes and the payload. The checksum in it is that of the payload, or, if the writer wanted to
+spare the time for reading every byte, of a word that says so; every reader takes both.
+
+A key becomes ``<its parts but the last>/=<hh>/<last part>`` below the root: ``hh`` fans a group's files out over 256
+directories. ``=`` appears in no name made from a key, so no key's file can stand where another key's directory must.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 import xxhash
@@ -19,6 +21,7 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_DEPTH",
     "BadKey",
+    "Checksum",
     "Place",
     "check_key",
     "damage",
@@ -26,7 +29,6 @@ __all__ = [
     "key_of",
     "payload_bytes",
     "place_of",
-    "unchecked_header",
 ]
 
 #: name and format version, payload length, xxh3_64 of the payload, xxh3_128 of the key
@@ -41,6 +43,10 @@ _KEY = re.compile(r"[!-~]{1,512}")
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}/)*[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 _FANS = [f"={i:02x}" for i in range(256)]
 _FAN = re.compile(r"=[0-9a-f]{2}")
+
+
+#: How the payload is proven: "none" finds wrong lengths and foreign values only.
+Checksum = Literal["xxh3_64", "none"]
 
 
 class BadKey(ValueError):
@@ -85,14 +91,11 @@ def key_of(directory: str, name: str) -> str | None:
         return None
 
 
-def header(key: str, pieces: Sequence[memoryview]) -> bytes:
+def header(key: str, pieces: Sequence[memoryview], checksum: Checksum = "xxh3_64") -> bytes:
     """The header of a value made of these pieces."""
-    return _HEADER.pack(_MAGIC, sum(p.nbytes for p in pieces), _checksum(pieces), _digest(key))
-
-
-def unchecked_header(key: str, nbytes: int) -> bytes:
-    """The header of a payload that nobody has read: it states its length in place of its checksum."""
-    return header(key, [memoryview(b"unchecked" + nbytes.to_bytes(8, "little"))])
+    nbytes = sum(p.nbytes for p in pieces)
+    proof = _unchecked(nbytes) if checksum == "none" else _checksum(pieces)
+    return _HEADER.pack(_MAGIC, nbytes, proof, _digest(key))
 
 
 def payload_bytes(head: bytes | bytearray) -> int:
@@ -115,7 +118,7 @@ def damage(key: str, head: bytes | bytearray, file_bytes: int, pieces: Sequence[
         return "the file holds the value of another key"
     if file_bytes != HEADER_BYTES + length:
         return f"the file has {file_bytes} bytes instead of {HEADER_BYTES + length}"
-    if pieces is not None and checksum != _checksum(pieces):
+    if pieces is not None and checksum != _unchecked(length) and checksum != _checksum(pieces):
         return "the checksum does not match"
     return ""
 
@@ -131,6 +134,10 @@ def _checksum(pieces: Sequence[memoryview]) -> int:
     for piece in pieces:
         total.update(piece)
     return total.intdigest()
+
+
+def _unchecked(nbytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(b"unchecked%d" % nbytes)
 
 
 def _quoted(part: str) -> str:

@@ -44,15 +44,23 @@ class Tree:
 
     ``turn`` is called while something takes long, and may raise to end it. ``create``: make missing directories, for
     their owner only. ``refresh``: note when a value was last used, in its file's modification time, to the second.
+    ``checksum``: how new values are proven.
     """
 
     def __init__(
-        self, root: str, turn: Callable[[], None] = lambda: None, *, create: bool = False, refresh: bool = False
+        self,
+        root: str,
+        turn: Callable[[], None] = lambda: None,
+        *,
+        create: bool = False,
+        refresh: bool = False,
+        checksum: form.Checksum = "xxh3_64",
     ) -> None:
         self._root = root
         self._turn = turn
         self._create = create
         self._refresh = refresh
+        self._checksum = checksum
         self._parents: dict[str, int] = {}
         self._held: int | None = None
 
@@ -206,7 +214,7 @@ class Tree:
                 return False
             os.unlink(name, dir_fd=directory)  # what a power loss has left, or no value at all
         with self._new_file(directory) as (fd, source, source_dir):
-            views = [memoryview(form.header(key, pieces)), *pieces]
+            views = [memoryview(form.header(key, pieces, self._checksum)), *pieces]
             wanted = sum(v.nbytes for v in views)
             if io.move_all(os.pwritev, fd, views) != wanted:
                 raise OSError(errno.EIO, "the file could not be written in full")

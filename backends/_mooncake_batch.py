@@ -95,21 +95,17 @@ def copy_out(layout: Layout, memory: Bytes1D, target: Buffers, rows: Iterable[in
             start += len(piece)
 
 
-def seal(keys: Sequence[str], heads: Iterable[Bytes1D], payloads: Iterable[list[memoryview]], checksum: str) -> None:
+def seal(
+    keys: Sequence[str], heads: Iterable[Bytes1D], payloads: Iterable[list[memoryview]], checksum: form.Checksum
+) -> None:
     """Write the headers."""
     for key, head, pieces in zip(keys, heads, payloads, strict=False):
-        if checksum == "none":
-            made = form.unchecked_header(key, sum(p.nbytes for p in pieces))
-        else:
-            made = form.header(key, pieces)
-        head[:] = np.frombuffer(made, np.uint8)
+        head[:] = np.frombuffer(form.header(key, pieces, checksum), np.uint8)
 
 
 def problem_of(key: str, head: bytes, pieces: Sequence[memoryview]) -> str:
     """What is wrong with a value, in words; empty if it is whole. Its writer decided whether it has a checksum."""
     nbytes = sum(p.nbytes for p in pieces)
-    if head == form.unchecked_header(key, nbytes):
-        return ""
     return form.damage(key, head, HEADER + nbytes, pieces).replace("the file", "what is stored")
 
 

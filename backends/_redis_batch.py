@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvpool.backends._file_format import HEADER_BYTES, BadKey, check_key, damage, header, payload_bytes
+from kvpool.backends._file_format import HEADER_BYTES, BadKey, Checksum, check_key, damage, header, payload_bytes
 from kvpool.backends._redis_wire import Connection, Reply, ServerError, command, encoded
 from kvpool.errors import StoreError, WrongLength
 from kvpool.memory import Buffers
@@ -92,7 +92,7 @@ class Batch:
         return refused
 
     async def put(
-        self, source: Buffers, expiry_ms: int | None, connection: Connection, wanted: Window
+        self, source: Buffers, expiry_ms: int | None, checksum: Checksum, connection: Connection, wanted: Window
     ) -> ServerError | None:
         """Values that are not there yet, out of the caller's memory."""
         sizes = source.nbytes.tolist()
@@ -105,7 +105,9 @@ class Batch:
             for i in window:
                 name, pieces = self.name_of(i), source.views(i)
                 start = (words, len(name), name, HEADER_BYTES + sizes[i])
-                parts.append(b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % start + header(self.keys[i], pieces))
+                parts.append(
+                    b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % start + header(self.keys[i], pieces, checksum)
+                )
                 parts += pieces
                 parts.append(tail)
             await connection.send(parts, replies=len(window))

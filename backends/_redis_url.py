@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ByteSize, Field
 
-from kvpool.backends._file_format import HEADER_BYTES
+from kvpool.backends._file_format import HEADER_BYTES, Checksum
 from kvpool.backends._redis_link import Address
 from kvpool.backends._redis_servers import Cluster, OneServer, Pool, Servers, through_sentinels
 from kvpool.backends._redis_wire import Access, Connection
@@ -30,6 +30,7 @@ class _Options(BaseModel):
     )
     timeout: float = Field(default=5.0, gt=0, le=3600, description="seconds, above 0, up to 3600")
     connections: int = Field(default=8, ge=2, le=256, description="connections to a server, 2 to 256")
+    checksum: Checksum = Field(default="xxh3_64", description="xxh3_64 or none")
     max_value: ByteSize = Field(
         default=ByteSize(_MAX_VALUE), ge=1, le=_MAX_VALUE, description=f"a size of 1 to {_MAX_VALUE} bytes"
     )
@@ -76,6 +77,7 @@ class Settings:
     ttl_ms: int | None
     max_value: int
     timeout: float
+    checksum: Checksum
 
 
 def settings_of(url: URL) -> Settings:
@@ -118,7 +120,7 @@ def settings_of(url: URL) -> Settings:
             address = Address(url.host or "localhost", 6379 if url.port is None else url.port)
         place, servers = str(address), OneServer(Pool(lambda: Connection.open(address, access), options.connections))
     ttl_ms = None if options.ttl is None else round(options.ttl * 1000)
-    return Settings(servers, place, options.prefix, ttl_ms, int(options.max_value), options.timeout)
+    return Settings(servers, place, options.prefix, ttl_ms, int(options.max_value), options.timeout, options.checksum)
 
 
 def _addresses(url: URL, port: int, form: str) -> list[Address]:

@@ -5,7 +5,7 @@ stored file. A value that is not what its header says, or is another key's, is C
 one can be stored. The header travels as one more piece of memory: the payload is not copied.
 
 ``checksum="none"`` spares the time for reading every byte, and finds wrong lengths and foreign values only. The header
-says so: it is that of the payload's length in place of the payload. Every reader takes both kinds.
+says so, and every reader takes both kinds.
 
 A checksum finds damage, not forgery: who may write to the store can make any value look right.
 """
@@ -17,13 +17,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from kvpool.backends import _file_format as form
+from kvpool.backends._file_format import Checksum
 from kvpool.backends._wrapping import Turns, check_place, pass_on_powers
 from kvpool.errors import StoreError, WrongLength
 from kvpool.memory import Buffers, Region
@@ -34,8 +35,6 @@ from kvpool.threads import Threads
 __all__ = ["CheckedStore"]
 
 logger = logging.getLogger(__name__)
-
-Checksum = Literal["xxh3_64", "none"]
 
 _TURN_BYTES = 4 << 20  # proven between two checkpoints; a checksum is several times faster than a copy
 _KEY_COST = 1 << 15  # a key takes about as long as a checksum over this many bytes
@@ -137,20 +136,17 @@ class CheckedStore(Store):
         pass_on_powers(self, self.inner)
 
     async def _header(self, key: str, pieces: Sequence[memoryview]) -> bytes:
-        size = sum(p.nbytes for p in pieces)
-        if self._checksum == "none":
-            return form.unchecked_header(key, size)
-        return form.header(key, pieces) if size < _LARGE else await self._threads.run(form.header, key, pieces)
+        if self._checksum == "none" or sum(p.nbytes for p in pieces) < _LARGE:
+            return form.header(key, pieces, self._checksum)
+        return await self._threads.run(form.header, key, pieces)
 
     async def _problem(self, key: str, head: bytes, pieces: Sequence[memoryview]) -> str:
         """What is wrong with a value, in words; empty if it is whole."""
         size = sum(p.nbytes for p in pieces)
         length = form.HEADER_BYTES + size
         if size < _LARGE:
-            problem = form.damage(key, head, length, pieces)
-        else:
-            problem = await self._threads.run(form.damage, key, head, length, pieces)
-        return "" if problem and head == form.unchecked_header(key, size) else problem
+            return form.damage(key, head, length, pieces)
+        return await self._threads.run(form.damage, key, head, length, pieces)
 
     async def _problem_of_length(self, key: str, stored: int, deadline: float) -> str:
         """Whether what is stored in another length than expected is at least whole: then the reader was wrong."""

@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import BaseModel, ByteSize, Field
 
 from kvpool.backends._file_capacity import Capacity
-from kvpool.backends._file_format import BadKey
+from kvpool.backends._file_format import BadKey, Checksum
 from kvpool.backends._file_look import look
 from kvpool.backends._file_tree import Damaged, Tree, WrongSize
 from kvpool.backends._lifecycle import Lifecycle
@@ -62,6 +62,7 @@ class _Options(BaseModel):
     capacity: ByteSize | None = Field(
         default=None, gt=0, description="a size above 0, such as 100GiB; unlimited without it"
     )
+    checksum: Checksum = Field(default="xxh3_64", description="xxh3_64 or none")
     threads: int = Field(default=4, ge=1, le=64, description="batches worked on at the same time, 1 to 64")
 
 
@@ -69,14 +70,22 @@ class FileStore(Store):
     """Keeps values as files below ``root`` (an absolute path), created for its owner only where it is missing.
 
     ``capacity``: the sum of all files' lengths at most; the least recently used make room. Whoever writes below one
-    root should state the same. ``threads``: batches worked on at the same time. A root that cannot be used makes every
-    key FAILED (ABSENT where there is simply no file), with a message, until it can be used again.
+    root should state the same. ``checksum="none"`` spares the time for reading every byte, and cannot tell a value from
+    what a power loss has left of it. ``threads``: batches worked on at the same time. A root that cannot be used makes
+    every key FAILED (ABSENT where there is simply no file), with a message, until it can be used again.
     """
 
     scheme: ClassVar[str] = "file"
     capabilities = Capabilities(shared=True, scan=True)
 
-    def __init__(self, root: str | os.PathLike[str], *, capacity: int | None = None, threads: int = 4) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        checksum: Checksum = "xxh3_64",
+        threads: int = 4,
+    ) -> None:
         self._root = os.fspath(root)
         if not os.path.isabs(self._root):
             raise ConfigError(f"file store: the root {self._root!r} is not an absolute path")
@@ -85,11 +94,12 @@ class FileStore(Store):
         self._life = Lifecycle(f"file store {self._root}")
         self._limit = capacity
         self._capacity = None if capacity is None else Capacity(capacity)
+        self._checksum: Checksum = checksum
         self._threads = Threads(threads)
 
     @classmethod
     def from_url(cls, url: URL) -> Self:
-        """``file:///absolute/path[?capacity=100GiB][&threads=4]``."""
+        """``file:///absolute/path[?capacity=100GiB][&checksum=none][&threads=4]``."""
         if url.host or url.port is not None or url.username or not url.path.strip("/"):
             raise ConfigError(f"{url}: a file store is file:// and an absolute path, such as file:///var/cache/kv")
         return cls(url.path, **url.options(_Options).model_dump())
@@ -213,7 +223,8 @@ class FileStore(Store):
         return None
 
     def _tree(self, *, create: bool = False) -> Tree:
-        return Tree(self._root, self._turn, create=create, refresh=self._capacity is not None)
+        refresh = self._capacity is not None
+        return Tree(self._root, self._turn, create=create, refresh=refresh, checksum=self._checksum)
 
     def _turn(self) -> None:
         """Between two files, in the thread: stop if the call is cancelled or late, or the store closed."""

@@ -133,7 +133,8 @@ class RedisStore(Store):
                 f"{self._name}: {keys[i][:100]}: {source.nbytes[i]} bytes are more than max_value={limit}"
             )
             batch.results.set(i, Status.REJECTED, error=error)
-        return await self._run(batch, wanted, partial(batch.put, source, self._settings.ttl_ms), deadline, source)
+        put = partial(batch.put, source, self._settings.ttl_ms, self._settings.checksum)
+        return await self._run(batch, wanted, put, deadline, source)
 
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
         batch = Batch(self._name, self._settings.prefix, keys)

@@ -76,3 +76,19 @@ def test_every_single_change_is_damage(pieces: list[bytes]) -> None:
         changed[i] ^= 1 << (i % 8)
         assert damage(bytes(changed))
     assert damage(bytes(len(whole))), "zeros, as after a power loss"
+
+
+@pytest.mark.parametrize("pieces", [[], [b"one"], [b"many", b"p" * 1000, b"ieces"]])
+def test_without_a_checksum_only_bytes_of_the_payload_go_unproven(pieces: list[bytes]) -> None:
+    views = [memoryview(p) for p in pieces]
+    head = form.header("key", views, "none")
+    size = sum(map(len, pieces))
+    assert form.payload_bytes(head) == size
+    assert form.damage("key", head, form.HEADER_BYTES + size, views) == ""
+    assert form.damage("key", head, form.HEADER_BYTES + size, [memoryview(bytes(size))]) == "", "as promised"
+    assert form.damage("kez", head, form.HEADER_BYTES + size, views)
+    assert form.damage("key", head, form.HEADER_BYTES + size + 1, views)
+    for i in range(len(head)):
+        changed = bytearray(head)
+        changed[i] ^= 1
+        assert form.damage("key", changed, form.HEADER_BYTES + size, views)
