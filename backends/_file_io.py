@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -42,13 +43,15 @@ def remove_if_same(name: str, directory: int, fd: int) -> None:
             os.unlink(name, dir_fd=directory)
 
 
-def move_all(move: Callable[[int, Sequence[memoryview], int], int], fd: int, views: list[memoryview]) -> int:
+def move_all(
+    move: Callable[[int, Sequence[memoryview], int], int], fd: int, views: list[memoryview], enough: float = math.inf
+) -> int:
     """Read or write all views from the start of the file, in one call where the kernel allows; the bytes moved.
 
-    Empties ``views``.
+    Takes away from ``views``. ``enough``: bytes after which the kernel is not asked for more.
     """
     done = 0
-    while views:
+    while views and done < enough:
         moved = move(fd, views[:_PIECES], done)
         if not moved:
             break

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import stat
 import time
@@ -60,7 +61,7 @@ class Tree:
         self._turn = turn
         self._create = create
         self._refresh = refresh
-        self._checksum = checksum
+        self._checksum: form.Checksum = checksum
         self._parents: dict[str, int] = {}
         self._held: int | None = None
 
@@ -79,38 +80,84 @@ class Tree:
             os.close(self._held)
             self._held = None
 
-    def exists(self, key: str) -> bool:
-        """Whether a file long enough to be a value is there."""
-        place = form.place_of(key)
+    def exists(self, keys: Sequence[str], tell: Callable[[int, bool | Exception], None]) -> None:
+        """Tell of each key, by its index, whether a file long enough to be a value is there, or why that is unknown.
+
+        Keys that share a directory are asked for together: one system call a key, and two more a directory.
+        """
+        by_directory: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for i, key in enumerate(keys):
+            try:
+                parent, fan, name = form.place_of(key)
+            except form.BadKey as error:
+                tell(i, error)
+            else:
+                by_directory.setdefault((parent, fan), []).append((i, name))
+        for (parent, fan), files in by_directory.items():
+            self._turn()
+            try:
+                directory = io.open_directory(fan, self._parent(parent), create=False)
+            except OSError as error:
+                for i, _ in files:
+                    tell(i, False if isinstance(error, FileNotFoundError) else error)
+                continue
+            try:
+                for i, name in files:
+                    tell(i, self._exists(name, directory))
+            finally:
+                os.close(directory)
+
+    def has(self, key: str) -> bool:
+        """The same of one key; raises what keeps it unknown."""
+        answers: list[bool | Exception] = []
+        self.exists([key], lambda _, answer: answers.append(answer))
+        (answer,) = answers
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _exists(self, name: str, directory: int) -> bool | Exception:
         try:
-            with self._directory(place) as directory:
-                found = os.stat(place.name, dir_fd=directory, follow_symlinks=False)
-                if self._refresh and _is_old(found):
-                    with contextlib.suppress(OSError):
-                        os.utime(place.name, dir_fd=directory, follow_symlinks=False)
+            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            return error
+        if self._refresh and _is_old(found):
+            with contextlib.suppress(OSError):
+                os.utime(name, dir_fd=directory, follow_symlinks=False)
         return stat.S_ISREG(found.st_mode) and found.st_size >= form.HEADER_BYTES
 
     def read(self, key: str, pieces: Sequence[memoryview]) -> None:
         """Fill ``pieces``. Raises FileNotFoundError, :class:`Damaged` or :class:`WrongSize`."""
-        place = form.place_of(key)
-        with self._directory(place) as directory, io.opened(place.name, _READ, directory) as fd:
-            head, spill = bytearray(form.HEADER_BYTES), bytearray(1)  # a byte too many shows up in the spill
-            wanted = form.HEADER_BYTES + sum(p.nbytes for p in pieces)
-            moved = io.move_all(os.preadv, fd, [memoryview(head), *pieces, memoryview(spill)])
-            if moved == wanted and form.payload_bytes(head) == moved - form.HEADER_BYTES:
-                problem = form.damage(key, head, moved, pieces)
-            else:
-                problem = form.damage(key, head, os.fstat(fd).st_size, None)
-                if not problem:
-                    raise WrongSize(f"{form.payload_bytes(head)} bytes are stored, {wanted - len(head)} are expected")
-            if problem:
-                io.remove_if_same(place.name, directory, fd)
-                raise Damaged(problem)
-            if self._refresh and _is_old(os.fstat(fd)):
-                with contextlib.suppress(OSError):
-                    os.utime(fd)
+        parent, fan, name = form.place_of(key)
+        directory = io.open_directory(fan, self._parent(parent), create=False)
+        try:
+            fd = os.open(name, _READ, dir_fd=directory)
+            try:
+                self._read(key, pieces, fd, name, directory)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(directory)
+
+    def _read(self, key: str, pieces: Sequence[memoryview], fd: int, name: str, directory: int) -> None:
+        head = bytearray(form.HEADER_BYTES)
+        wanted = form.HEADER_BYTES + sum(map(len, pieces))
+        spill = bytearray(1)  # a byte too many shows up in it
+        moved = io.move_all(os.preadv, fd, [memoryview(head), *pieces, memoryview(spill)], enough=wanted)
+        if moved == wanted and form.payload_bytes(head) == moved - form.HEADER_BYTES:
+            problem = form.damage(key, head, moved, pieces)
+        else:
+            problem = form.damage(key, head, os.fstat(fd).st_size, None)
+            if not problem:
+                raise WrongSize(f"{form.payload_bytes(head)} bytes are stored, {wanted - len(head)} are expected")
+        if problem:
+            io.remove_if_same(name, directory, fd)
+            raise Damaged(problem)
+        if self._refresh and _is_old(os.fstat(fd)):
+            with contextlib.suppress(OSError):
+                os.utime(fd)
 
     def write(self, key: str, pieces: Sequence[memoryview]) -> bool:
         """Store a value whole, or not at all; False if one is there already."""
@@ -231,7 +278,7 @@ class Tree:
         It has no name of its own and so leaves nothing behind when this process is killed. Where the file system has
         no such files, it gets a name in a directory apart, and a lock that says its writer is alive.
         """
-        if _O_TMPFILE and os.path.isdir("/proc/self/fd"):
+        if _O_TMPFILE and _have_proc():
             try:
                 fd = os.open(".", _O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=directory)
             except OSError as error:
@@ -285,6 +332,11 @@ class Tree:
                 os.close(above)
         self._parents[path] = fd
         return fd
+
+
+@functools.cache
+def _have_proc() -> bool:
+    return os.path.isdir("/proc/self/fd")
 
 
 def _is_old(found: os.stat_result) -> bool:

@@ -12,6 +12,7 @@ import anyio.lowlevel
 
 from kvpool.backends._redis_link import Address, ConnectionLost
 from kvpool.backends._redis_wire import Access, Connection, Reply, ServerError, command
+from kvpool.threads import Threads
 
 __all__ = ["Cluster", "OneServer", "Pool", "Servers", "slot_of", "through_sentinels"]
 
@@ -23,6 +24,7 @@ class Pool:
     """Connections to one server, at most ``size``, of which transfers leave one to calls that move no values."""
 
     def __init__(self, connect: Callable[[], Awaitable[Connection]], size: int) -> None:
+        self.threads = Threads(size)  #: for calls that wait on one of the connections
         self._connect = connect
         self._all = anyio.Semaphore(size, fast_acquire=True)
         self._transfers = anyio.Semaphore(size - 1, fast_acquire=True)

@@ -7,9 +7,9 @@ reply would belong to another command, so it must be closed then and never used 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias, TypeVar
 
 import anyio
 from typing_extensions import Buffer
@@ -17,6 +17,9 @@ from typing_extensions import Buffer
 from kvpool.backends._redis_link import Address, ConnectionLost, Link
 
 __all__ = ["Access", "Connection", "Reply", "ServerError", "command", "encoded"]
+
+P = TypeVar("P")
+T = TypeVar("T")
 
 _COMMAND_COST = 1 << 12  # a command or a reply takes about as long as moving so many bytes
 _ANSWERS = {b"+OK", b"$-1", b":0", b":1"}
@@ -115,6 +118,14 @@ class Connection:
     def fresh(self) -> bool:
         """Whether an idle connection still stands, as far as is known here."""
         return self._link.silent()
+
+    def blocking(self, work: Callable[[Connection, P], Coroutine[Any, Any, T]], part: P) -> T:
+        """``await work(connection, part)``, which only waits for this connection, in this thread."""
+        return self._link.blocking(work(self, part))
+
+    def shutdown(self) -> None:
+        """Hang up from any thread, so that who waits in :meth:`blocking` ends."""
+        self._link.shutdown()
 
     def close(self) -> None:
         """Hang up. What the server has received whole, it still does."""

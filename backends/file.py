@@ -117,14 +117,15 @@ class FileStore(Store):
     async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
         found = np.full(len(keys), UNKNOWN, np.uint8)
 
+        def tell(i: int, there: bool | Exception) -> None:
+            if isinstance(there, Exception):
+                logger.debug("%s", self._error(keys[i], there))
+            else:
+                found[i] = PRESENT if there else ABSENT
+
         def work() -> None:
             with self._tree() as tree:
-                for i, key in enumerate(keys):
-                    self._turn()
-                    try:
-                        found[i] = PRESENT if tree.exists(key) else ABSENT
-                    except (OSError, BadKey) as error:
-                        logger.debug("%s", self._error(key, error))
+                tree.exists(keys, tell)
 
         await self._hop(work, deadline)
         return found
@@ -143,7 +144,7 @@ class FileStore(Store):
             if self._capacity is None:
                 new = tree.write(keys[i], source.views(i))
             else:
-                new = not tree.exists(keys[i]) and self._capacity.write(tree, keys[i], source.views(i))
+                new = not tree.has(keys[i]) and self._capacity.write(tree, keys[i], source.views(i))
             return Status.OK, sizes[i] if new else 0
 
         check_batch(keys, source)

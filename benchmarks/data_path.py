@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -135,7 +135,7 @@ class RawRedis:
                 self._drop(left, self._sock.recvmsg_into(left, 0, socket.MSG_WAITALL)[0])
 
     def clear(self, names: Sequence[str]) -> None:
-        self._server.raw("DEL", *names)
+        self._server.raw("FLUSHALL")
 
     def close(self) -> None:
         self._sock.close()
@@ -176,7 +176,12 @@ def redis(unix: bool = False) -> Iterator[tuple[Raw, str, str]]:
 
 
 VALUE_SIDES = {"raw", "store off", "store on"}  # the others move blocks
-PLACES = {"memory": memory, "file": files, "redis": redis, "redis_unix": lambda: redis(unix=True)}
+PLACES: dict[str, Callable[[], AbstractContextManager[tuple[Raw, str, str]]]] = {
+    "memory": memory,
+    "file": files,
+    "redis": redis,
+    "redis_unix": lambda: redis(unix=True),
+}
 
 
 class Blocks:
@@ -209,7 +214,8 @@ def raw_side(raw: Raw, names: Sequence[str], values: Views) -> Side:
     async def call(way: Callable[..., None], *args: object) -> None:
         way(*args)
 
-    return Side(*(partial(call, way, names, values) for way in (raw.put, raw.get)), partial(call, raw.clear, names))
+    put, get = (partial(call, way, names, values) for way in (raw.put, raw.get))
+    return Side(put, get, partial(call, raw.clear, names))
 
 
 def store_side(store: Store, keys: Sequence[str], values: Buffers) -> Side:
@@ -252,11 +258,16 @@ async def measure(place: str, runs: int) -> dict[str, dict[str, list[float]]]:
         found = {op: {name: list[float]() for name in sides} for op in ("put", "get")}
         for run in range(-2, runs):
             for name, side in sides.items():
-                await side.clear()
+                for each in sides.values():
+                    await each.clear()
                 start = time.perf_counter()
                 await side.ways["put"]()
                 if run >= 0:
                     found["put"][name].append(time.perf_counter() - start)
+        for side in sides.values():
+            await side.clear()
+        for side in sides.values():
+            await side.ways["put"]()
         bytes_before = [memory.copy(), blocks.layers.copy()]
         for run in range(-2, runs):
             for name, side in sides.items():

@@ -33,25 +33,28 @@ class Threads:
         self._slots: anyio.CapacityLimiter | None = None
         self._unlimited: anyio.CapacityLimiter | None = None
 
-    async def run(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    async def run(self, fn: Callable[[*Ts], T], *args: *Ts, stop: Callable[[], None] | None = None) -> T:
         """Call ``fn(*args)`` in a thread and wait until it has ended, whatever happens meanwhile.
 
         The call may touch memory, so a cancelled caller gets control back only when the call is over (or if it had not
-        begun: then it never does). So give ``fn`` work of bounded length. Raises what ``fn`` raises.
+        begun: then it never does). So give ``fn`` work of bounded length, or ``stop``, which is called when the caller
+        is cancelled, perhaps after ``fn`` has ended, and makes it end soon. Raises what ``fn`` raises.
         """
         self._slots = self._slots or anyio.CapacityLimiter(self.n)
         async with self._slots:
-            result: T = await blocking_calls.get()(self, fn, args)
+            result: T = await blocking_calls.get()(self, fn, args, stop)
             return result
 
-    async def _call(self, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    async def _call(self, fn: Callable[..., T], args: tuple[Any, ...], stop: Callable[[], None] | None) -> T:
         self._unlimited = self._unlimited or anyio.CapacityLimiter(math.inf)
         call = _Call(fn, args)
         try:
             # The slot is held here and not by run_sync, which lets go of it too early in the case below.
-            return await anyio.to_thread.run_sync(call, limiter=self._unlimited)
+            return await anyio.to_thread.run_sync(call, abandon_on_cancel=stop is not None, limiter=self._unlimited)
         except anyio.get_cancelled_exc_class():
-            # Scopes are held off until the thread is done, but a plain asyncio Task.cancel() (asyncio.wait_for) is not.
+            # Without stop, scopes are held off until the thread is done; a plain asyncio Task.cancel() never is.
+            if stop is not None:
+                stop()
             while not call.over():
                 try:
                     with anyio.CancelScope(shield=True):
@@ -85,7 +88,7 @@ class _Call(Generic[T]):
         return self._ended
 
 
-#: How ``Threads.run`` makes its calls in this context: with the Threads, the function and its arguments.
-blocking_calls: ContextVar[Callable[[Threads, Callable[..., Any], tuple[Any, ...]], Awaitable[Any]]] = ContextVar(
-    "blocking_calls", default=Threads._call
-)
+_Seam = Callable[[Threads, Callable[..., Any], tuple[Any, ...], Callable[[], None] | None], Awaitable[Any]]
+
+#: How ``Threads.run`` makes its calls in this context: with the Threads, the function, its arguments and ``stop``.
+blocking_calls: ContextVar[_Seam] = ContextVar("blocking_calls", default=Threads._call)

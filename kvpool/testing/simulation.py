@@ -167,7 +167,9 @@ class _Inline:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    async def __call__(self, threads: Threads, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def __call__(
+        self, threads: Threads, fn: Callable[..., Any], args: tuple[Any, ...], stop: Callable[[], None] | None
+    ) -> Any:
         await anyio.lowlevel.checkpoint_if_cancelled()
         with anyio.CancelScope(shield=True):
             await anyio.sleep(self._random.uniform(0, _CALL_DELAY_S))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from kvpool.backends.redis import RedisStore
+from kvpool.deadlines import running_loop
 from kvpool.errors import StoreClosed, StoreError
 from kvpool.memory import Buffers
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status
@@ -139,6 +142,81 @@ async def test_a_frozen_server_and_a_deadline(server: RedisServer) -> None:
             ):
                 assert results.status.tolist() == [Status.TIMED_OUT]
         assert (await get(store, ["k"], [5]))[1] == [b"value"]
+
+
+BIG = [(f"big{i}", bytes([i]) * (1 << 20)) for i in range(4)]  # more than fits into a socket: waited for in a thread
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+async def test_a_frozen_server_and_large_values(server: RedisServer, tcp: bool) -> None:
+    keys, sizes = [key for key, _ in BIG], [1 << 20] * len(BIG)
+    async with RedisStore(f"{server.url if tcp else f'redis+unix://{server.socket}'}?timeout=3600") as store:
+        await put(store, BIG)
+        with server.frozen(), anyio.fail_after(30):
+            for new in ("a", "b"):
+                soon = anyio.current_time() + 0.1
+                assert not (await get(store, keys, sizes, deadline=soon))[0].ok.any()
+                late = await put(store, [(new + key, value) for key, value in BIG], deadline=soon + 0.1)
+                assert set(late.status.tolist()) == {Status.TIMED_OUT}
+            with anyio.move_on_after(0.1) as scope:
+                await get(store, keys, sizes)
+            assert scope.cancelled_caught
+        results, memory = await get(store, keys, sizes)
+        assert results.ok.all()
+        assert memory == [value for _, value in BIG]
+
+
+async def test_large_values_and_a_task_that_is_cancelled_by_asyncio_alone(server: RedisServer) -> None:
+    if running_loop() != "asyncio":
+        return  # trio has no other way than its scopes
+    keys, sizes = [key for key, _ in BIG], [1 << 20] * len(BIG)
+    async with RedisStore(f"{server.url}?timeout=3600") as store:
+        await put(store, BIG)
+        with server.frozen(), pytest.raises(TimeoutError):
+            await asyncio.wait_for(get(store, keys, sizes), 0.1)
+        assert (await get(store, keys, sizes))[0].ok.all()
+
+
+async def test_closing_ends_the_wait_for_large_values(server: RedisServer) -> None:
+    asked: list[str] = []
+
+    async def ask(store: RedisStore) -> None:
+        asked.append("begun")
+        with pytest.raises(StoreClosed):
+            await put(store, BIG)
+        asked.append("ended")
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            async with RedisStore(f"{server.url}?timeout=3600") as store:
+                server.signal(signal.SIGSTOP)
+                tasks.start_soon(ask, store)
+                await anyio.sleep(0.1)
+            server.signal(signal.SIGCONT)
+    assert asked == ["begun", "ended"]
+
+
+async def test_large_values_go_through_a_thread_and_small_ones_do_not(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    recvmsg_into = socket.socket.recvmsg_into
+
+    class Watched(socket.socket):
+        def recvmsg_into(self, *args: Any) -> Any:
+            threads.append(threading.get_ident())
+            return recvmsg_into(self, *args)
+
+    monkeypatch.setattr(socket, "socket", Watched)
+    async with RedisStore(server.url) as store:
+        await put(store, [*BIG, ("small", b"value")])
+        threads.clear()
+        await get(store, ["small"], [5])
+        assert set(threads) == {threading.get_ident()}
+        threads.clear()
+        await get(store, [key for key, _ in BIG], [1 << 20] * len(BIG))
+        assert threading.get_ident() not in threads
+        assert len(threads) <= 3 * len(BIG), "a value comes in one call; what is before and behind it in others"
 
 
 async def test_a_frozen_server_holds_up_neither_opening_nor_closing(server: RedisServer) -> None:

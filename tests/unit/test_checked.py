@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool.backends import _file_format
-from kvpool.backends.checked import CheckedStore, Checksum
+from kvpool.backends._file_format import Checksum
+from kvpool.backends.checked import CheckedStore
 from kvpool.backends.memory import MemoryStore
 from kvpool.errors import ConfigError, WrongLength
 from kvpool.memory import Buffers

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import anyio.to_thread
 import pytest
 
 from kvpool.backends import _file_tree
+from kvpool.backends._file_format import place_of
 from kvpool.backends.file import FileStore
 from kvpool.errors import ConfigError, StoreClosed, StoreError
 from kvpool.memory import Buffers
@@ -425,6 +427,34 @@ async def test_a_batch_is_one_hop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         await store.exists([k for k, _ in items])
         await store.delete([k for k, _ in items])
     assert hops == 4
+
+
+async def test_system_calls_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **options: Any) -> Any:
+            calls[call.__name__] += 1
+            return call(*args, **options)
+
+        return count
+
+    for call in (os.open, os.close, os.stat, os.fstat, os.preadv, os.pwritev, os.link):
+        monkeypatch.setattr(os, call.__name__, counted(call))
+    keys = [f"ns/0.0/{i:064x}" for i in range(2000)]
+    fans = len({place_of(key).fan for key in keys})
+    async with FileStore(tmp_path) as store:
+        await put(store, [(key, b"value") for key in keys])
+        calls.clear()
+        assert (await store.exists(keys)).all()
+        assert calls == {"stat": 2000, "open": fans + 3, "close": fans + 3}, "the root, two parts of the name; fans"
+        calls.clear()
+        assert (await get(store, keys[:10], [5] * 10))[0].ok.all()
+        assert (calls["preadv"], calls["stat"], calls["fstat"]) == (10, 0, 0)
+        assert calls["open"] == calls["close"] == 2 * 10 + 3
+        calls.clear()
+        assert (await put(store, [(key[:-1] + "x", b"value") for key in keys[:10]])).ok.all()
+        assert (calls["pwritev"], calls["link"], calls["stat"]) == (10, 10, 10)
 
 
 async def test_the_deadline_is_looked_at_between_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,30 @@ async def test_a_call_that_waits_for_its_turn_can_be_cancelled_and_never_begins(
     assert not second.begun.is_set()
 
 
+@pytest.mark.anyio
+async def test_a_cancelled_caller_stops_a_call_that_can_be_stopped() -> None:
+    threads, call, told = Threads(1), Call(), list[str]()
+
+    def stop() -> None:
+        told.append("over" if call.over else "running")
+        call.go_on.set()
+
+    async def cancel() -> None:
+        await call.has_begun()
+        scope.cancel()
+
+    with anyio.fail_after(HANG):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancel)
+            with anyio.CancelScope() as scope:
+                await threads.run(call, stop=stop)
+    assert scope.cancelled_caught
+    assert told == ["running"]
+    assert call.over
+    assert await threads.run(int, stop=stop) == 0
+    assert told == ["running"], "not told without a cancellation"
+
+
 def test_plain_asyncio_cancellation_waits_for_the_call_too() -> None:
     async def main() -> None:
         threads, call = Threads(1), Call()
