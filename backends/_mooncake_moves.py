@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.backends import _mooncake_batch as form
-from kvpool.backends._file_format import HEADER_BYTES
+from kvpool.backends._file_format import HEADER_BYTES, Checksum
 from kvpool.backends._mooncake_batch import Layout
 from kvpool.backends._mooncake_codes import Meaning, meaning_of
 from kvpool.backends._mooncake_link import Client, Link
@@ -52,10 +52,10 @@ class Moved:
 class Moves:
     """Moves batches for one store. ``checksum``: xxh3_64 or none, of what is put."""
 
-    def __init__(self, link: Link, *, protocol: str, zero_copy: bool, checksum: str) -> None:
+    def __init__(self, link: Link, *, protocol: str, zero_copy: bool, checksum: Checksum) -> None:
         self._link = link
         self._direct_from = 0 if zero_copy else DIRECT_FROM[protocol]
-        self._checksum = checksum
+        self._checksum: Checksum = checksum
         self._copies = Threads(2)
 
     def way(self, client: Client, buffers: Buffers) -> Way:

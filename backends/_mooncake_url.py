@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ByteSize, Field, field_validator
 
-from kvpool.backends._file_format import HEADER_BYTES
+from kvpool.backends._file_format import HEADER_BYTES, Checksum
 from kvpool.errors import ConfigError
 from kvpool.registry import URL
 
@@ -20,8 +20,6 @@ __all__ = ["Options", "Settings", "environment_advice", "prepare_environment", "
 MASTER_PORT = 50051
 MIN_SEGMENT = 16 << 20  # Mooncake's allocation unit
 _ROOM = 65_535
-
-Checksum = Literal["xxh3_64", "none"]
 
 
 class Options(BaseModel):

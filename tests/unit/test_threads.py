@@ -93,7 +93,7 @@ async def test_a_call_that_waits_for_its_turn_can_be_cancelled_and_never_begins(
 
 @pytest.mark.anyio
 async def test_a_cancelled_caller_stops_a_call_that_can_be_stopped() -> None:
-    threads, call, told = Threads(1), Call(), list[str]()
+    threads, call, told, scope = Threads(1), Call(), list[str](), anyio.CancelScope()
 
     def stop() -> None:
         told.append("over" if call.over else "running")
@@ -106,7 +106,7 @@ async def test_a_cancelled_caller_stops_a_call_that_can_be_stopped() -> None:
     with anyio.fail_after(HANG):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cancel)
-            with anyio.CancelScope() as scope:
+            with scope:
                 await threads.run(call, stop=stop)
     assert scope.cancelled_caught
     assert told == ["running"]
