@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
@@ -57,27 +57,34 @@ class Client:
         self.arena = Staging(int(settings.options.buffer))
         self.transfers = NativeThreads(settings.options.threads, f"{name} transfer")
         self.probes = NativeThreads(PROBE_THREADS, f"{name} probe")
-        self.regions: dict[tuple[int, int], Region] = {}
+        self._spans: dict[tuple[int, int], list[Region]] = {}  # what is registered, and what keeps it alive
+        self._covered: set[tuple[int, int]] = set()
 
-    def register(self, region: Region) -> None:
-        """Let the client use this memory; in a thread. Raises StoreError."""
-        span = region.address, region.nbytes
-        if span in self.regions or not region.nbytes:
-            return
-        code = self.native.register_buffer(*span)
-        if code:
-            raise StoreError(f"{region.nbytes} bytes of memory could not be registered: {described(code)}")
-        self.regions[span] = region
+    def register(self, regions: Sequence[Region]) -> None:
+        """Let the client use this memory; in a thread. Raises StoreError.
+
+        Mooncake takes no span that overlaps another: those that do, as the layers of one allocation, are one for it.
+        """
+        for span, owners in _merged(region for region in regions if not self.covers(region)):
+            if code := self.native.register_buffer(*span):
+                raise StoreError(f"{span[1]} bytes of memory could not be registered: {described(code)}")
+            self._spans[span] = owners
 
     def unregister_all(self) -> list[int]:
-        codes = [self.native.unregister_buffer(address) for address, _ in self.regions]
-        self.regions.clear()
+        codes = [self.native.unregister_buffer(address) for address, _ in self._spans]
+        self._spans.clear()
+        self._covered.clear()
         return codes
 
     def covers(self, region: Region) -> bool:
-        """Whether all of this memory is registered."""
-        end = region.address + region.nbytes
-        return any(address <= region.address and end <= address + nbytes for address, nbytes in self.regions)
+        """Whether all of this memory is registered, by one span."""
+        start, nbytes = key = region.address, region.nbytes
+        if key in self._covered:
+            return True
+        found = not nbytes or any(a <= start and start + nbytes <= a + n for a, n in list(self._spans))
+        if found:
+            self._covered.add(key)
+        return found
 
     def stop(self) -> None:
         self.transfers.stop()
@@ -202,8 +209,8 @@ class Link:
         advice = list(client.connected.advice)
 
         def prepare() -> list[int]:
-            for region in (lease.region, *self.regions):
-                client.register(region)
+            client.register([lease.region])
+            client.register(self.regions)
             key = f"{self.settings.options.prefix}placement/{os.urandom(8).hex()}"
             advice.extend(placement_advice(client.native, client.config, self.settings, key, _address(lease)))
             return []
@@ -257,8 +264,7 @@ class Link:
             return
 
         def register() -> list[int]:
-            for region in regions:
-                client.register(region)
+            client.register(regions)
             return []
 
         call = await client.probes.start(register)
@@ -304,7 +310,11 @@ class Link:
                 elif not await call.wait(deadline):
                     good = False
                     return None
-                codes = call.result()
+                try:
+                    codes = call.result()
+                except Exception as error:
+                    good = False
+                    raise StoreError(f"{self._name}: {type(error).__name__}: {error}") from error
                 if len(codes) != n:
                     codes = [CLIENT_FAILED] * n
                 good = not n or any(c != CLIENT_FAILED and meaning_of(c) is not Meaning.UNREACHABLE for c in codes)
@@ -353,6 +363,19 @@ class Link:
         if text not in self._said:
             self._said.add(text)
             logger.warning("%s: %s", self._name, text)
+
+
+def _merged(regions: Iterable[Region]) -> list[tuple[tuple[int, int], list[Region]]]:
+    """Spans (address, bytes) that do not overlap, by address, and the regions that lie in each."""
+    merged: list[tuple[tuple[int, int], list[Region]]] = []
+    for region in sorted((r for r in regions if r.nbytes), key=lambda r: r.address):
+        end = region.address + region.nbytes
+        if merged and region.address < sum(merged[-1][0]):
+            (start, nbytes), owners = merged.pop()
+            merged.append(((start, max(start + nbytes, end) - start), [*owners, region]))
+        else:
+            merged.append(((region.address, region.nbytes), [region]))
+    return merged
 
 
 def _breaker() -> Breaker:

@@ -65,7 +65,7 @@ class Moves:
         if buffers.headroom >= HEADER_BYTES and buffers.sizes.shape[1] == 1:
             return "in place"
         pieces = int(np.count_nonzero(buffers.sizes))
-        large = int(buffers.nbytes.sum()) >= pieces * self._direct_from
+        large = pieces and int(buffers.nbytes.sum()) >= pieces * self._direct_from
         return "in pieces" if large and buffers.sizes.shape[1] < BATCH_PIECES else "gathered"
 
     async def get(self, client: Client, keys: Sequence[str], names: list[str], into: Buffers, deadline: float) -> Moved:

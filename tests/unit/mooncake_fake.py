@@ -53,7 +53,7 @@ class Cluster:
         self._listener.close()
         for connection in self._open:
             connection.close()
-        assert not self.crimes
+        assert not self.crimes, self.crimes
 
     @property
     def url(self) -> str:

@@ -13,10 +13,10 @@ import pytest
 from kvpool.backends import _mooncake_client, _mooncake_link
 from kvpool.backends.mooncake import MooncakeStore
 from kvpool.config import Config
-from kvpool.errors import ConfigError, StoreClosed
+from kvpool.errors import ConfigError, StoreClosed, StoreError
 from kvpool.hashes import chain_hashes
 from kvpool.keys import Namespace
-from kvpool.memory import BlockLayout, Buffers
+from kvpool.memory import BlockLayout, Buffers, Region
 from kvpool.pool import KVPool
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status
@@ -119,6 +119,38 @@ async def test_registered_memory_is_known_to_every_client(cluster: Cluster) -> N
         assert all(native.spans[address] == 1 << 20 for native in cluster.natives)
         assert len(cluster.natives) == 2
     assert address not in cluster.natives[1].spans
+
+
+async def test_memory_that_overlaps_is_registered_as_one(cluster: Cluster) -> None:
+    """As the layers of one allocation, whose pages take turns."""
+    memory = np.zeros(1 << 16, np.uint8)
+    async with store_of(cluster) as store:
+        client = store._link.client()
+        layers = [Region.of(memory[at : at + 40_000]) for at in (20_000, 0, 10_000)]
+        apart = Region.of(memory[60_000:])
+        before = dict(cluster.natives[0].spans)
+        await store.register([*layers, apart])
+        await store.register(layers)  # again
+        new = {a: n for a, n in cluster.natives[0].spans.items() if a not in before}
+        assert sorted(new.values()) == [(1 << 16) - 60_000, 60_000]
+        assert all(client.covers(region) for region in (*layers, apart))
+        assert not client.covers(Region.of(memory)), "its end and its beginning are, but not by one"
+        with pytest.raises(StoreError, match="could not be registered"):
+            await store.register([Region.of(memory)])
+
+
+async def test_an_exception_of_the_native_client_is_translated(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store_of(cluster) as store:
+
+        def fail(*_: object) -> list[int]:
+            raise RuntimeError("vector::reserve")
+
+        monkeypatch.setattr(cluster.natives[0], "batch_put_from_multi_buffers", fail)
+        results = await put(store, [("a", b"1")])
+        assert results.status.tolist() == [Status.FAILED]
+        assert "RuntimeError: vector::reserve" in str(results.errors[0])
 
 
 async def test_there_is_an_end_to_replacing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
