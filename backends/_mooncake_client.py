@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,8 +36,13 @@ __all__ = ["Connected", "Native", "connect", "local_address", "placement_advice"
 
 #: A request of Mooncake's RPC protocol (coro_rpc) for no function; a master that is alive answers with an error.
 _PING = b"\x15" + bytes(19)
-#: Clients put aside for one set of settings, at most; more are closed.
-_MOST_ASIDE = 4
+#: Clients put aside in one process, at most; for more the oldest is closed.
+_MOST_ASIDE = 8
+#: Options that a client is set up with, or puts with.
+_OF_A_CLIENT = {
+    "protocol", "device", "segment", "local_buffer", "replicas", "preferred_segment", "soft_pin", "metadata", "tenant",
+    "timeout_s",
+}  # fmt: skip
 
 HINT = (
     "pip install 'kvpool[mooncake-cpu]' (no GPU), 'kvpool[mooncake]' (CUDA 12) or 'kvpool[mooncake-cuda13]'; "
@@ -77,7 +83,8 @@ class Connected:
     advice: tuple[str, ...] = ()
 
 
-_aside: dict[tuple[int, str, str], list[Connected]] = {}
+_aside: list[tuple[tuple[int, str, str, str], Connected]] = []  # the oldest first
+_aside_lock = threading.Lock()
 
 
 async def local_address(settings: Settings, deadline: float) -> str:
@@ -106,17 +113,27 @@ async def local_address(settings: Settings, deadline: float) -> str:
 
 def connect(settings: Settings, host: str) -> Connected:
     """A client, put aside before or set up now; in a thread, because it blocks. Raises ConfigError or StoreError."""
-    kept = _aside.get((os.getpid(), host, repr(settings)))
-    return kept.pop() if kept else _set_up(settings, host)
+    wanted = _kind(settings, host)
+    with _aside_lock:
+        for i, (kind, connected) in enumerate(_aside):
+            if kind == wanted:
+                del _aside[i]
+                return connected
+    return _set_up(settings, host)
 
 
-def put_aside(connected: Connected, settings: Settings, host: str) -> bool:
-    """Keep a client at rest for the next store with these settings. False: close it instead."""
-    kept = _aside.setdefault((os.getpid(), host, repr(settings)), [])
-    if int(settings.options.segment) or len(kept) >= _MOST_ASIDE:
-        return False
-    kept.append(connected)
-    return True
+def put_aside(connected: Connected, settings: Settings, host: str) -> Connected | None:
+    """Keep a client at rest for the next store that needs one like it. What must be closed instead, if anything."""
+    if int(settings.options.segment):
+        return connected
+    with _aside_lock:
+        _aside.append((_kind(settings, host), connected))
+        return _aside.pop(0)[1] if len(_aside) > _MOST_ASIDE else None
+
+
+def _kind(settings: Settings, host: str) -> tuple[int, str, str, str]:
+    """Clients of one kind can stand in for each other."""
+    return os.getpid(), host, settings.address, settings.options.model_dump_json(include=_OF_A_CLIENT)
 
 
 def _set_up(settings: Settings, host: str) -> Connected:
@@ -145,7 +162,11 @@ def _set_up(settings: Settings, host: str) -> Connected:
         options.device,
         settings.address,
     ]
-    code: int = native.setup(*given, tenant_id=options.tenant) if options.tenant else native.setup(*given)
+    tenant = {"tenant_id": options.tenant} if options.tenant else {}
+    try:
+        code: int = native.setup(*given, **tenant)
+    except TypeError as error:  # pybind's, for a version without tenants, before anything has been done
+        raise StoreError(f"the installed Mooncake cannot be set up so, leave out tenant=: {error}") from error
     if code:
         raise StoreError(f"setting up a client of the master at {settings.address} failed: {described(code)}")
     return Connected(native, config, advice)

@@ -86,6 +86,10 @@ class Client:
             self._covered.add(key)
         return found
 
+    @property
+    def busy(self) -> bool:
+        return bool(self.transfers.running or self.probes.running)
+
     def stop(self) -> None:
         self.transfers.stop()
         self.probes.stop()
@@ -131,14 +135,7 @@ class Link:
             with move_on_at(anyio.current_time() + CLOSE_S):
                 for call in (*client.transfers.running, *client.probes.running):
                     await call.ended.wait()
-            if client.transfers.running or client.probes.running:
-                self._leave(client)
-                return
-            await self._in_thread(client.unregister_all)
-            if not put_aside(client.connected, self.settings, client.host):
-                await self._in_thread(client.native.close)
-            client.stop()
-            client.arena.close()
+            await self._dispose(client, again=True)
 
     async def _keep(self) -> None:
         """Connect when there is no client; give up one that hangs."""
@@ -174,7 +171,8 @@ class Link:
             try:
                 await self._prepare(client)
             except BaseException:
-                self._leave(client)
+                with anyio.CancelScope(shield=True):
+                    await self._dispose(client)
                 raise
         except StoreError as error:
             self.trouble = str(error)
@@ -183,12 +181,24 @@ class Link:
         self._doubts = 0
         self._client, self.state = client, "ready"
 
+    async def _dispose(self, client: Client, *, again: bool = False) -> None:
+        """Put a client aside for the next store (``again``), close it, or leave it if it has calls under way."""
+        if client.busy:
+            self._leave(client)
+            return
+        await self._in_thread(client.unregister_all)
+        unwanted = put_aside(client.connected, self.settings, client.host) if again else client.connected
+        if unwanted is not None:
+            await self._in_thread(unwanted.native.close)
+        client.stop()
+        client.arena.close()
+
     async def _close_one(self) -> bool:
         """Close a client that was given up and whose calls have all come back since; False if there is none.
 
         Only when there are very many: closing stops the whole process for about a second.
         """
-        done = next((c for c in _hung if not c.transfers.running and not c.probes.running), None)
+        done = next((client for client in _hung if not client.busy), None)
         if done is None:
             return False
         _hung.remove(done)
@@ -210,7 +220,10 @@ class Link:
 
         def prepare() -> list[int]:
             client.register([lease.region])
-            client.register(self.regions)
+            try:
+                client.register(self.regions)
+            except StoreError as error:
+                advice.append(f"{error}; values in it are copied once more")
             key = f"{self.settings.options.prefix}placement/{os.urandom(8).hex()}"
             advice.extend(placement_advice(client.native, client.config, self.settings, key, _address(lease)))
             return []

@@ -220,11 +220,13 @@ def _prove(
 ) -> None:
     """In the thread of the call: is what came what was stored? Else, is it the length that does not fit?"""
     values = zip(codes, nbytes.tolist(), memory.heads, memory.payloads(), strict=False)
+    asking = True
     for i, (code, size, head, pieces) in enumerate(values):
         wanted = HEADER_BYTES + size
         meaning = meaning_of(code)
-        if meaning is Meaning.MISFIT:
+        if meaning is Meaning.MISFIT and asking:
             code = client.native.get_size(names[i])
+            asking = meaning_of(code) is not Meaning.UNREACHABLE  # else each would wait for the master's time-out
             if code < 0:
                 codes[i] = code
         if code >= 0 and code != wanted:

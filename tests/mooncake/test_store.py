@@ -103,7 +103,7 @@ async def test_a_client_is_set_up_once_and_used_again(mooncake: Mooncake) -> Non
             await put(store, [("a", b"1")])
         threads.append(len(os.listdir("/proc/self/task")))
     assert len(natives) == 1
-    assert threads[-1] <= threads[0] + 2
+    assert threads[-1] < threads[0] + 20, "a client has about 30"
 
 
 _ENDS = """

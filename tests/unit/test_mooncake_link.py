@@ -21,7 +21,7 @@ from kvpool.pool import KVPool
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status
 from kvpool.testing.stores import get, put
-from tests.unit.mooncake_fake import Cluster
+from tests.unit.mooncake_fake import Cluster, FakeNative
 
 pytestmark = pytest.mark.anyio
 
@@ -274,8 +274,8 @@ async def test_a_client_is_used_again_by_the_next_store(cluster: Cluster) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_mooncake_client, "_set_up", set_up)
-        for _ in range(3):
-            async with MooncakeStore(f"{cluster.url}?{FAST}", connect=real) as store:
+        for option in ("prefix=a:", "checksum=none", "threads=1"):  # not the client's concern
+            async with MooncakeStore(f"{cluster.url}?{FAST}&{option}", connect=real) as store:
                 await put(store, [("a", b"1")])
         async with MooncakeStore(f"{cluster.url}?{FAST}&replicas=2", connect=real):
             pass
@@ -316,3 +316,25 @@ async def test_a_forked_child_is_told(cluster: Cluster, monkeypatch: pytest.Monk
             await store.exists(["a"], deadline=math.inf)
         monkeypatch.undo()
         assert (await store.exists(["a"])).tolist() == [ABSENT]
+
+
+async def test_memory_that_a_new_client_cannot_register_is_copied(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = np.zeros(1 << 19, np.uint8)
+    buffers = Buffers.of(memory)
+    cluster.alive = False
+    async with store_of(cluster) as store:
+        await store.register(buffers.regions)  # no client yet
+        whole = FakeNative.register_buffer
+
+        def limited(native: FakeNative, pointer: int, nbytes: int) -> int:
+            return -600 if nbytes == memory.nbytes else whole(native, pointer, nbytes)
+
+        monkeypatch.setattr(FakeNative, "register_buffer", limited)
+        cluster.alive = True
+        await until_ok(store)
+        assert "copied once more" in caplog.text
+        assert (await store.put(["big"], buffers)).ok.all()
+        assert cluster.batches[-1][2] == [[memory.nbytes + 40]]
+        assert len(cluster.natives) == 1
