@@ -57,8 +57,9 @@ replay: $(VENV)/.core
 	@for trace in $(or $(TRACES),$(error make replay needs TRACES=DIR, a folder of traces))/*.jsonl; do \
 	  $(bin)/python -m kvpool replay "$$trace" --store '$(STORE)' $(REPLAY_ARGS) || exit 1; echo; done
 
-bench: $(VENV)/.dev $(VENV)/.vllm
+bench: $(VENV)/.dev $(VENV)/.vllm redis-server
 	@$(bin)/python -m benchmarks.hot_path $(BENCH_ARGS)
+	@$(bin)/python -m benchmarks.data_path
 
 # `make -k lint` goes on after the first checker that complains.
 lint: lint-ruff lint-format lint-imports lint-mypy lint-pyright

@@ -58,7 +58,7 @@ class CheckedStore(Store):
     def __init__(self, inner: Store, *, checksum: Checksum = "xxh3_64") -> None:
         self.inner = inner
         self._name = f"checked {type(inner).__name__}"
-        self._checksum = checksum
+        self._checksum: Checksum = checksum
         self._threads = Threads(2)
         self._describe()
 

@@ -11,7 +11,6 @@ a cancelled or late call ends as soon as the file at hand is done.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import math
@@ -229,8 +228,10 @@ class FileStore(Store):
 
     def _turn(self) -> None:
         """Between two files, in the thread: stop if the call is cancelled or late, or the store closed."""
-        with contextlib.suppress(RuntimeError):  # a simulation has no threads
+        try:  # noqa: SIM105 - a third of the time of contextlib.suppress, once a file
             anyio.from_thread.check_cancelled()
+        except RuntimeError:  # a simulation has no threads
+            pass
         self._life.check()
 
     def _prepare(self) -> None:

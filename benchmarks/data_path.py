@@ -29,7 +29,7 @@ import numpy as np
 from kvpool.config import Config
 from kvpool.hashes import chain_hashes
 from kvpool.keys import Namespace
-from kvpool.memory import BlockLayout, Buffers
+from kvpool.memory import BlockLayout, Buffers, Region
 from kvpool.pool import KVPool, Transfer
 from kvpool.registry import create_store
 from kvpool.spec import CacheGroup, CacheSpec, Kind
@@ -243,7 +243,7 @@ async def measure(place: str, runs: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of each run of each side, by operation."""
     names = [os.urandom(32).hex() for _ in range(VALUES)]
     memory = np.random.default_rng(3).integers(0, 256, (VALUES, VALUE_BYTES), np.uint8)
-    buffers, blocks = Buffers.of(*memory), Blocks()
+    buffers, blocks = Buffers.single(Region.of(memory), np.arange(VALUES) * VALUE_BYTES, VALUE_BYTES), Blocks()
     async with AsyncExitStack() as stack:
         raw, *urls = stack.enter_context(PLACES[place]())
         sides = {
