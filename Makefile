@@ -60,6 +60,7 @@ replay: $(VENV)/.core
 bench: $(VENV)/.dev $(VENV)/.vllm redis-server
 	@$(bin)/python -m benchmarks.hot_path $(BENCH_ARGS)
 	@$(bin)/python -m benchmarks.data_path
+	@$(bin)/python -m benchmarks.lookups_under_save
 
 # `make -k lint` goes on after the first checker that complains.
 lint: lint-ruff lint-format lint-imports lint-mypy lint-pyright

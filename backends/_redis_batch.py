@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+import anyio.lowlevel
 import numpy as np
 
 from kvpool.backends._file_format import HEADER_BYTES, BadKey, Checksum, check_key, damage, header, payload_bytes
@@ -16,7 +17,7 @@ from kvpool.store import Results, Status
 
 __all__ = ["Batch"]
 
-_KEYS = 1024  # keys in one send
+_KEYS = 512  # keys in one send: about 0.5 ms of the loop's time
 _VALUES = 256  # values in one send, and their bytes: twice as many are under way
 _VALUE_BYTES = 2 << 20
 _STATUS = {b"+OK": int(Status.OK), b"$-1": int(Status.OK), b":1": int(Status.OK), b":0": int(Status.ABSENT)}
@@ -41,15 +42,17 @@ class Batch:
         self.moved: dict[int, ServerError] = {}
         self._said: set[str] = set()
 
-    def wanted(self) -> Window:
+    async def wanted(self) -> Window:
         """The keys to be asked for: all, but what is no key is FAILED."""
         bad = set[int]()
-        for i, key in enumerate(self.keys):
-            try:
-                check_key(key)
-            except BadKey as error:
-                bad.add(i)
-                self.results.set(i, Status.FAILED, error=self._error(str(error)))
+        for start in range(0, len(self.keys), _KEYS):
+            await anyio.lowlevel.checkpoint()
+            for i, key in enumerate(self.keys[start : start + _KEYS], start):
+                try:
+                    check_key(key)
+                except BadKey as error:
+                    bad.add(i)
+                    self.results.set(i, Status.FAILED, error=self._error(str(error)))
         return [i for i in range(len(self.keys)) if i not in bad] if bad else range(len(self.keys))
 
     async def ask(self, verb: str, connection: Connection, wanted: Window) -> ServerError | None:

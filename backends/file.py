@@ -62,7 +62,9 @@ class _Options(BaseModel):
         default=None, gt=0, description="a size above 0, such as 100GiB; unlimited without it"
     )
     checksum: Checksum = Field(default="xxh3_64", description="xxh3_64 or none")
-    threads: int = Field(default=4, ge=1, le=64, description="batches worked on at the same time, 1 to 64")
+    threads: int = Field(
+        default=4, ge=1, le=64, description="batches, and lookups, worked on at the same time, 1 to 64"
+    )
 
 
 class FileStore(Store):
@@ -70,8 +72,9 @@ class FileStore(Store):
 
     ``capacity``: the sum of all files' lengths at most; the least recently used make room. Whoever writes below one
     root should state the same. ``checksum="none"`` spares the time for reading every byte, and cannot tell a value from
-    what a power loss has left of it. ``threads``: batches worked on at the same time. A root that cannot be used makes
-    every key FAILED (ABSENT where there is simply no file), with a message, until it can be used again.
+    what a power loss has left of it. ``threads``: batches, and as many lookups, worked on at the same time. A root that
+    cannot be used makes every key FAILED (ABSENT where there is simply no file), with a message, until it can be used
+    again.
     """
 
     scheme: ClassVar[str] = "file"
@@ -95,6 +98,7 @@ class FileStore(Store):
         self._capacity = None if capacity is None else Capacity(capacity)
         self._checksum: Checksum = checksum
         self._threads = Threads(threads)
+        self._looks = Threads(threads)  # so that no lookup waits for values that are on their way
 
     @classmethod
     def from_url(cls, url: URL) -> Self:
@@ -126,7 +130,7 @@ class FileStore(Store):
             with self._tree() as tree:
                 tree.exists(keys, tell)
 
-        await self._hop(work, deadline)
+        await self._hop(work, deadline, self._looks)
         return found
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
@@ -213,11 +217,11 @@ class FileStore(Store):
         await self._hop(work, deadline)
         return results
 
-    async def _hop(self, work: Callable[[], T], deadline: float = math.inf) -> T | None:
+    async def _hop(self, work: Callable[[], T], deadline: float = math.inf, threads: Threads | None = None) -> T | None:
         """Run ``work`` in a thread; None if the deadline cut it short. Raises StoreClosed or StoreError."""
         with self._life.call(), anyio.CancelScope(deadline=deadline):
             try:
-                return await self._threads.run(work)
+                return await (threads or self._threads).run(work)
             except OSError as error:
                 raise StoreError(f"file store {self._root}: {error.strerror or error}") from error
         return None

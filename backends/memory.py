@@ -151,6 +151,7 @@ class MemoryStore(Store):
         self._capacity = capacity
         self._life = Lifecycle(f"memory store {name!r}" if name else "memory store")
         self._pool = _Pool(capacity)
+        self._copying = anyio.Lock(fast_acquire=True)
 
     @classmethod
     def from_url(cls, url: URL) -> Self:
@@ -274,7 +275,7 @@ class MemoryStore(Store):
         check_batch(keys, buffers)
         results = Results.empty(len(keys), Status.TIMED_OUT)
         with self._life.call():
-            turns = _Turns(self._life, deadline)
+            turns = _Turns(self._life, deadline, self._copying if buffers is not None else None)
             for i in range(len(keys)):
                 if not await turns.take(_KEY_COST):
                     break
@@ -283,9 +284,13 @@ class MemoryStore(Store):
 
 
 class _Turns:
-    """Gives the loop a turn for each 1 MiB of work; notices there that the deadline has passed or the store closed."""
+    """Gives the loop a turn for each 1 MiB of work; notices there that the deadline has passed or the store closed.
 
-    def __init__(self, life: Lifecycle, deadline: float) -> None:
+    ``queue``: who has the same one works in another turn: 32 calls at once hold the loop up for no longer than one.
+    """
+
+    def __init__(self, life: Lifecycle, deadline: float, queue: anyio.Lock | None = None) -> None:
+        self._queue = queue or anyio.Lock(fast_acquire=True)
         self._life = life
         self._deadline = deadline
         self._left = 0
@@ -296,7 +301,8 @@ class _Turns:
         self._left -= nbytes
         if self._left < 0:
             self._left = _SLICE_BYTES - nbytes
-            await anyio.lowlevel.checkpoint()
+            async with self._queue:
+                await anyio.lowlevel.checkpoint()
             self._life.check()
             self._late = anyio.current_time() >= self._deadline
         return not self._late

@@ -111,7 +111,7 @@ class RedisStore(Store):
     async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
         batch = Batch(self._name, self._settings.prefix, keys)
         # One TOUCH a key: what is found is the last to be evicted, for a load will follow.
-        asked = batch.wanted()
+        asked = await batch.wanted()
         results = await self._run(batch, asked, partial(batch.ask, "TOUCH"), deadline)
         presence: Presence = _PRESENCE[results.status]
         if results.errors and bool((presence == UNKNOWN).all()):
@@ -122,13 +122,13 @@ class RedisStore(Store):
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
         check_batch(keys, into)
         batch = Batch(self._name, self._settings.prefix, keys)
-        return await self._run(batch, batch.wanted(), partial(batch.get, into), deadline, into)
+        return await self._run(batch, await batch.wanted(), partial(batch.get, into), deadline, into)
 
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
         check_batch(keys, source)
         batch = Batch(self._name, self._settings.prefix, keys)
         limit = self._settings.max_value
-        good, sizes = batch.wanted(), source.nbytes.tolist()
+        good, sizes = await batch.wanted(), source.nbytes.tolist()
         wanted = [i for i in good if sizes[i] <= limit]
         for i in set(good).difference(wanted) if len(wanted) < len(good) else ():
             error = StoreError(
@@ -140,7 +140,7 @@ class RedisStore(Store):
 
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
         batch = Batch(self._name, self._settings.prefix, keys)
-        return await self._run(batch, batch.wanted(), partial(batch.ask, "UNLINK"), deadline)
+        return await self._run(batch, await batch.wanted(), partial(batch.ask, "UNLINK"), deadline)
 
     async def scan(self, prefix: str = "") -> AsyncIterator[str]:
         """The keys that begin with ``prefix``. Raises :class:`~kvpool.errors.StoreError` if a server fails."""

@@ -527,6 +527,7 @@ async def test_a_call_waits_for_a_thread_no_longer_than_its_deadline(
         await at_five.wait()
         results, _ = await get(store, ["a"], [1], deadline=anyio.current_time() + 0.05)
         assert results.status.tolist() == [Status.TIMED_OUT]
+        assert (await store.exists(["a"])).tolist() == [ABSENT], "a lookup does not wait for values"
         order.append("late")
         go_on.set()
     assert order == ["late", "slow"]
