@@ -48,6 +48,24 @@ def test_a_restarted_engine_reuses_what_an_owner_has_kept(
         engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("kind", ["model", "hybrid_model"])
+def test_an_engine_whose_blocks_mooncake_reads_and_writes_itself(
+    kind: str, mooncake: Mooncake, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over TCP, and the layers share one allocation, in the hybrid model even bytes; the calls are those of RDMA."""
+    model: Path = request.getfixturevalue(kind)
+    with engine_on(model, f"{mooncake.url}?zero_copy=yes&prefix=zero-{kind}:") as engine:
+        engine.run(TOKENS)
+        engine.drain()
+        local = engine.run(TOKENS)
+        engine.forget()
+        external = engine.run(TOKENS)
+        assert external.cached == WHOLE
+        assert external.like(local)
+        engine.assert_at_rest()
+    assert "cannot be registered" not in caplog.text
+
+
 def test_an_engine_in_another_process_shares_while_the_first_one_lives(model: Path, mooncake: Mooncake) -> None:
     with engine_on(model, mooncake.url + "?prefix=two:") as engine:
         engine.run(TOKENS)
