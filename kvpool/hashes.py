@@ -86,7 +86,11 @@ class BlockHashes(Sequence[bytes]):
         """The digests at ``indices`` (intp[n], 0 <= i < len) back to back, in one gather. Raises IndexError."""
         if len(indices) and (least := int(indices.min())) < 0:  # take() would count it from the end
             raise IndexError(f"hash {least} of {self._count}")
-        return self._rows[: self._count].take(indices, axis=0).tobytes()
+        return self.gather(indices)
+
+    def gather(self, indices: npt.NDArray[np.intp], start: int = 0) -> bytes:
+        """:meth:`pack` without its check: indices below 0, counted from ``start`` >= 0, find the wrong digests."""
+        return self._rows[start : self._count].take(indices, axis=0).tobytes()
 
     def extend(self, digests: Buffer | Iterable[bytes]) -> None:
         """Append digests: one buffer of them, or any iterable. Slices taken before keep what they show.

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import add
 from typing import Self, TypeAlias, cast
 
 import numpy as np
@@ -125,11 +126,23 @@ class KeySpace:
             start = end
         return keys
 
+    def prefixed(
+        self, prefixes: Sequence[str], hashes: BlockHashes, hash_ids: npt.NDArray[np.intp], start: int
+    ) -> list[str]:
+        """The keys of hash indices of several groups, each with its :meth:`prefix`.
+
+        ``hash_ids``: intp[n], counted from hash ``start`` on, none of them below 0. Raises as :meth:`keys`.
+        """
+        return list(map(add, prefixes, self._lines(hashes.gather(hash_ids, start), hashes.hash_len)))
+
     def _digests(self, hashes: BlockHashes, hash_ids: npt.NDArray[np.intp]) -> list[str]:
-        """The digests as hex: one C call for all, and one to cut them apart. ``bytes.hex()`` a digest takes 1.7 x."""
-        if self._longest + 2 * hashes.hash_len > _MAX_KEY:
+        return self._lines(hashes.pack(hash_ids), hashes.hash_len) if len(hash_ids) else []
+
+    def _lines(self, digests: bytes, hash_len: int) -> list[str]:
+        """Digests as hex: one C call for all, and one to cut them apart. ``bytes.hex()`` a digest takes 1.7 times."""
+        if self._longest + 2 * hash_len > _MAX_KEY:
             raise HashError(
-                f"digests of {hashes.hash_len} bytes make keys of {self._longest + 2 * hashes.hash_len} characters, "
+                f"digests of {hash_len} bytes make keys of {self._longest + 2 * hash_len} characters, "
                 f"more than {_MAX_KEY}"
             )
-        return hashes.pack(hash_ids).hex("\n", hashes.hash_len).split("\n") if len(hash_ids) else []
+        return digests.hex("\n", hash_len).split("\n")

@@ -21,6 +21,9 @@ __all__ = ["ChunkedTokenDatabase", "Chunks"]
 
 Ids = npt.NDArray[np.intp]
 
+#: Lengths of saved spans of which the chunks are kept, and the longest of them in common blocks (some 100 KB).
+_KEPT_SETS, _KEPT_SPAN = 16, 64
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -42,12 +45,37 @@ class Chunks:
         return Chunks(self.ids[rows], self.ends[rows], self.hash_ids[rows])
 
 
+class _SaveSet:
+    """What a save of some span of tokens takes of every group: columns over all groups, counted from the span's start.
+
+    ``rows``: for each group, its part of the columns. ``blocks``: block size of each chunk. ``prefixes``: what the key
+    of each begins with.
+    """
+
+    __slots__ = ("blocks", "ends", "hash_ids", "ids", "prefixes", "rows")
+
+    def __init__(
+        self, spec: CacheSpec, start: int, parts: Sequence[tuple[int, Chunks]], prefixes: Sequence[str]
+    ) -> None:
+        counts = [len(chunks) for _, chunks in parts]
+        ends = np.cumsum(counts).tolist()
+        self.rows = [(g, slice(end - n, end)) for (g, _), n, end in zip(parts, counts, ends, strict=True)]
+        self.blocks = np.repeat([spec.groups[g].block_size for g, _ in parts], counts)
+        self.ids = np.concatenate([chunks.ids for _, chunks in parts]) - start // self.blocks
+        self.ends = np.concatenate([chunks.ends for _, chunks in parts]) - start
+        self.hash_ids = np.concatenate([chunks.hash_ids for _, chunks in parts]) - start // spec.hash_block_size
+        self.prefixes: list[str] = []
+        for (g, _), n in zip(parts, counts, strict=True):
+            self.prefixes += [prefixes[g]] * n
+
+
 class ChunkedTokenDatabase:
     """Cuts a request into chunks and says what each is called and where it lies.
 
     ``layouts``: one a group, where the engine's blocks live (omit on a side that moves no bytes). ``blocks_per_chunk``:
     one a group, entries of the engine's block table that make one chunk; 1 unless given. ``null_block``: the id that
-    stands for "no block" in a block table, if the engine has one.
+    stands for "no block" in a block table, if the engine has one. ``shards``: the shard of each group that this rank
+    holds; 0 unless given.
 
     The pool itself uses chunks and keys, and moves bytes through :class:`~kvpool.memory.BlockLayout`. The methods under
     "where they lie" are for engines that address memory themselves, to drive a native client: :meth:`buffers`,
@@ -62,6 +90,7 @@ class ChunkedTokenDatabase:
         *,
         blocks_per_chunk: Sequence[int] = (),
         null_block: int | None = None,
+        shards: Sequence[int] = (),
     ) -> None:
         count = len(spec.groups)
         if (layouts and len(layouts) != count) or (blocks_per_chunk and len(blocks_per_chunk) != count):
@@ -78,6 +107,8 @@ class ChunkedTokenDatabase:
             if k < 1 or group.block_size % k:
                 raise LayoutError(f"group {i}: {k} engine blocks do not divide a chunk of {group.block_size} tokens")
         self._rows = tuple(AddressRows(layout) for layout in layouts)
+        self._prefixes = [keyspace.prefix(g, s) for g, s in enumerate(tuple(shards) or (0,) * count)]
+        self._save_sets: dict[tuple[int, bool], _SaveSet] = {}
 
     # -- which chunks
 
@@ -136,6 +167,46 @@ class ChunkedTokenDatabase:
         if len(chunks):
             chunks.hash_ids[-1] = hit.boundaries[group] // self.spec.hash_block_size - 1
         return chunks
+
+    def save_chunks(self, start: int, end: int, num_prompt_tokens: int | None = None) -> list[tuple[int, Chunks]]:
+        """What a save of the tokens from ``start`` to ``end`` takes, for each cached group.
+
+        The chunks that :meth:`Coordinator.store_mask` allows; ``end`` is rounded down to the alignment. There must be
+        hashes up to there.
+        """
+        found = self._save_set(start, end, num_prompt_tokens)
+        ids, ends = found.ids + start // found.blocks, found.ends + start
+        hash_ids = found.hash_ids + start // self.spec.hash_block_size
+        return [(group, Chunks(ids[rows], ends[rows], hash_ids[rows])) for group, rows in found.rows]
+
+    def save_keys(self, hashes: BlockHashes, start: int, end: int, num_prompt_tokens: int | None = None) -> list[str]:
+        """The keys of :meth:`save_chunks`, group by group, of the shards that this rank holds."""
+        found = self._save_set(start, end, num_prompt_tokens)
+        return self.keyspace.prefixed(found.prefixes, hashes, found.hash_ids, start // self.spec.hash_block_size)
+
+    def _save_set(self, start: int, end: int, num_prompt_tokens: int | None) -> _SaveSet:
+        """Without sparse retention a span takes the same wherever it starts, but for the first block of EAGLE.
+
+        So it is worked out once for each length: an engine saves what it computes in a step, and steps are alike. Five
+        groups, 256 tokens: 60 -> 12 us for the chunks, and 70 -> 6 us down to the keys.
+        """
+        common = self.spec.common_block
+        moves = self.spec.retention_interval is None and start % common == 0 and end - start <= _KEPT_SPAN * common
+        key = end - start, start == 0
+        if moves and (found := self._save_sets.get(key)) is not None:
+            return found
+        masks = self.coordinator.store_mask(end, start, num_prompt_tokens)
+        num_hashes = end // self.spec.hash_block_size
+        parts = [
+            (g, self.chunks(self.spec.align(end), num_hashes, start, masks[g], group=g))
+            for g in self.spec.cached_groups
+        ]
+        found = _SaveSet(self.spec, start, parts, self._prefixes)
+        if moves:
+            if len(self._save_sets) >= _KEPT_SETS:
+                del self._save_sets[next(iter(self._save_sets))]
+            self._save_sets[key] = found
+        return found
 
     def boundary(self, group: int, num_tokens: int, num_hashes: int) -> Chunks:
         """The chunk that holds the state or tail at exactly ``num_tokens``, named by the hash that ends there.

@@ -102,25 +102,23 @@ def mask_paths(prompt: Prompt) -> Iterator[Path]:
 
 
 def save_paths(prompt: Prompt) -> Iterator[Path]:
-    """From the masks of a save to the list of its keys, as one list that goes to the store."""
+    """From the span of tokens that is saved to the list of its keys.
+
+    The masks say which chunks are worth saving, and are part of it on both sides.
+    """
     database = ChunkedTokenDatabase(prompt.spec, prompt.keyspace)
     for name, start in (("save_keys_five", 0), ("save_keys_five_last256", prompt.num_tokens - 256)):
-        masks = prompt.coordinator.store_mask(prompt.num_tokens, start)
-        listed = [None if mask is None else mask.tolist() for mask in masks]
 
-        def reference(start: int = start, masks: Any = listed) -> list[str]:
+        def reference(start: int = start) -> list[str]:
             keys = []
+            masks = prompt.oracle.coordinator.store_mask(prompt.num_tokens, start)
             for db, mask in zip(prompt.oracle.databases, masks, strict=True):
                 for _, _, digest in db.process_tokens(prompt.num_tokens, prompt.listed, start, chunk_mask=mask):
                     keys.append(db.key_for(digest))
             return keys
 
-        def ours(start: int = start, masks: Any = masks) -> list[str]:
-            found = [
-                (group, database.chunks(prompt.num_tokens, prompt.num_hashes, start, mask, group=group).hash_ids)
-                for group, mask in enumerate(masks)
-            ]
-            return prompt.keyspace.all_shards(prompt.hashes, found)
+        def ours(start: int = start) -> list[str]:
+            return database.save_keys(prompt.hashes, start, prompt.num_tokens)
 
         def equal(theirs: list[str], ours: list[str]) -> None:
             assert [key.rpartition("@")[2] for key in theirs] == [key.rpartition("/")[2] for key in ours]

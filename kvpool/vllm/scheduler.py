@@ -361,12 +361,8 @@ class SchedulerSide:
     def _save_job(self, state: _RequestState, due: SaveRange, tables: Sequence[list[int]]) -> Job | None:
         """The chunks of a range that a later hit can use and that still have a block; None if there are none."""
         request = state.request
-        masks = self._database.coordinator.store_mask(due.end, due.start, request.num_prompt_tokens)
-        found = {}
-        for g in self.spec.cached_groups:
-            wanted = self._database.chunks(due.end, len(request.block_hashes), due.start, masks[g], group=g)
-            found[g] = self._database.blocks(g, wanted, tables[g])
-        job = self._job(state, found)
+        wanted = self._database.save_chunks(due.start, due.end, request.num_prompt_tokens)
+        job = self._job(state, {g: self._database.blocks(g, chunks, tables[g]) for g, chunks in wanted})
         return job if job.parts else None
 
     # ---- reports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvpool.keys import KeySpace, Namespace
 from kvpool.memory import BlockLayout, Region
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.tokens import ChunkedTokenDatabase
-from tests.unit.search_reference import drive
+from tests.unit.search_reference import drive, specs
 
 NAMESPACE = Namespace.of({})
 FULL_16 = CacheSpec((CacheGroup(Kind.FULL, 16),), 4)
@@ -54,6 +55,43 @@ class Recorded(BlockHashes):
     @property
     def view(self) -> memoryview:
         raise AssertionError("nobody reads all")
+
+
+class TestSaves:
+    @settings(max_examples=150, deadline=None)
+    @given(st.data(), specs())
+    def test_what_a_span_takes_is_what_masks_and_chunks_say(self, data: st.DataObject, spec: CacheSpec) -> None:
+        """Wherever it starts, with the same lengths again and again, in any order; with sparse retention too."""
+        interval = data.draw(st.sampled_from([None, None, 0, spec.common_block, 3 * spec.common_block]))
+        spec = replace(spec, retention_interval=interval)
+        db, unit = database(spec), data.draw(st.sampled_from([spec.common_block, spec.hash_block_size]))
+        hashes = BlockHashes(np.random.default_rng(0).bytes(8 * 12 * spec.common_block), 8, scheme="test")
+        for start, size in data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6)):
+            begin, end = start * unit, (start + size) * unit
+            masks = db.coordinator.store_mask(end, begin, end)
+            expected = {
+                g: db.chunks(spec.align(end), end // spec.hash_block_size, begin, masks[g], group=g)
+                for g in spec.cached_groups
+            }
+            found = dict(db.save_chunks(begin, end, end))
+            assert found.keys() == expected.keys()
+            for g, chunks in expected.items():
+                for column in ("ids", "ends", "hash_ids"):
+                    assert getattr(found[g], column).tolist() == getattr(chunks, column).tolist(), (g, column)
+            keys = [key for g, chunks in expected.items() for key in db.keys(g, 0, hashes, chunks)]
+            assert db.save_keys(hashes, begin, end, end) == keys
+
+    def test_what_is_kept_is_bounded(self) -> None:
+        db = database(FULL_16)
+        for size in range(1, 200):
+            db.save_chunks(16, 16 + 16 * size)
+        assert len(db._save_sets) <= 16
+        assert max(len(kept.ids) for kept in db._save_sets.values()) <= 64
+
+    def test_keys_of_the_shard_that_a_rank_holds(self) -> None:
+        spec = CacheSpec((CacheGroup(Kind.FULL, 16, shards=2),), 16)
+        keys = database(spec, shards=[1]).save_keys(Recorded(4), 16, 48)
+        assert keys == [f"{NAMESPACE.hex}/0.1/{i:016x}" for i in (1, 2)]
 
 
 class TestProcessTokens:
