@@ -17,9 +17,12 @@ class KeyMemory:
         self._until: OrderedDict[str, float] = OrderedDict()
 
     def add(self, keys: Iterable[str], now: float) -> None:
+        if not self._limit:
+            return
+        until, memory = now + self._ttl, self._until
         for key in keys:
-            self._until[key] = now + self._ttl
-            self._until.move_to_end(key)
+            memory[key] = until
+            memory.move_to_end(key)
         while len(self._until) > self._limit:
             self._until.popitem(last=False)
 

@@ -20,7 +20,7 @@ import anyio.lowlevel
 import numpy as np
 
 from kvpool.backends._breaker import Breaker
-from kvpool.backends._file_format import HEADER_BYTES, BadKey, check_key
+from kvpool.backends._file_format import HEADER_BYTES, BadKey, are_keys, check_key
 from kvpool.backends._lifecycle import Lifecycle
 from kvpool.backends._mooncake_batch import batches, rounds
 from kvpool.backends._mooncake_client import connect
@@ -52,7 +52,7 @@ __all__ = ["MooncakeStore"]
 logger = logging.getLogger(__name__)
 
 HEADROOM = 64  # of which the header takes the last 40: the payload behind it is aligned
-PROBED_KEYS = 4096  # in one native call
+PROBED_KEYS = 4096  # in one native call, and between two turns of the loop
 REMOVE_S = 30.0  # how long it is tried to remove a value that somebody has a lease on
 STUCK_S = 60.0  # how long a damaged value that could not be removed is left alone
 REMOVE_PAUSES_S = 0.02, 0.5  # the first pause between two attempts; each is twice as long, up to the second
@@ -147,35 +147,41 @@ class MooncakeStore(Store):
         found = np.full(len(keys), UNKNOWN, np.uint8)
         with self._call():
             await anyio.lowlevel.checkpoint()
-            now = anyio.current_time()
-            if deadline <= now:
-                return found
-            good = self._good(keys)
-            found[self._present.among(keys, now)] = PRESENT
-            found[self._failed.among(keys, now)] = ABSENT
-            found[self._stuck.among(keys, now)] = ABSENT
-            found[[i for i in good if keys[i] in self._healing]] = ABSENT
-            wanted = [i for i in good if found[i] == UNKNOWN]
-            for at in range(0, len(wanted), PROBED_KEYS):
-                part = wanted[at : at + PROBED_KEYS]
-                names = self._names(keys, part)
+            for at in range(0, len(keys), PROBED_KEYS):
+                if anyio.current_time() >= deadline:
+                    break
+                part = keys[at : at + PROBED_KEYS]
                 try:
-                    client = self._link.client()
-                    codes = await self._link.ask(
-                        client,
-                        client.probes,
-                        lambda: client.native.batch_is_exist(names),  # noqa: B023
-                        len(part),
-                        deadline,
-                    )
+                    found[at : at + len(part)] = await self._probe(part, deadline)
+                except StoreClosed:
+                    raise
                 except StoreError as error:
                     logger.debug("%s", error)
                     break
-                if codes is None:
-                    break
+        return found
+
+    async def _probe(self, keys: Sequence[str], deadline: float) -> Presence:
+        """Ask for what is not known already. Raises StoreError if Mooncake cannot be asked."""
+        now = anyio.current_time()
+        found = np.full(len(keys), UNKNOWN, np.uint8)
+        good = self._good(keys)
+        found[self._present.among(keys, now)] = PRESENT
+        found[self._failed.among(keys, now)] = ABSENT
+        found[self._stuck.among(keys, now)] = ABSENT
+        if self._healing:
+            found[[i for i in good if keys[i] in self._healing]] = ABSENT
+        wanted = [i for i in good if found[i] == UNKNOWN] if (found != UNKNOWN).any() else good
+        if wanted:
+            client = self._link.client()
+
+            def ask() -> list[int]:
+                return client.native.batch_is_exist(self._names(keys, wanted))
+
+            codes = await self._link.ask(client, client.probes, ask, len(wanted), deadline)
+            if codes is not None:
                 answer = np.array(codes)
-                found[part] = np.where(answer < 0, UNKNOWN, np.where(answer > 0, PRESENT, ABSENT))
-                self._present.add((keys[i] for i, code in zip(part, codes, strict=True) if code > 0), now)
+                found[wanted] = np.where(answer < 0, UNKNOWN, np.where(answer > 0, PRESENT, ABSENT))
+                self._present.add([keys[wanted[j]] for j in np.flatnonzero(answer > 0).tolist()], now)
         return found
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
@@ -388,6 +394,8 @@ class MooncakeStore(Store):
 
     def _good(self, keys: Sequence[str], results: Results | None = None) -> list[int]:
         """The indices of what is a key by the contract."""
+        if are_keys(keys):
+            return list(range(len(keys)))
         good = []
         for i, key in enumerate(keys):
             try:
@@ -400,7 +408,7 @@ class MooncakeStore(Store):
         return good
 
     def _names(self, keys: Sequence[str], rows: Sequence[int]) -> list[str]:
-        return [self._prefix + keys[i] for i in rows]
+        return [self._prefix + key for key in (keys if len(rows) == len(keys) else [keys[i] for i in rows])]
 
     def _fail(self, results: Results, rows: Sequence[int], error: StoreError) -> None:
         results.status[rows] = Status.FAILED

@@ -92,3 +92,15 @@ def test_without_a_checksum_only_bytes_of_the_payload_go_unproven(pieces: list[b
         changed = bytearray(head)
         changed[i] ^= 1
         assert form.damage("key", changed, form.HEADER_BYTES + size, views)
+
+
+@given(st.lists(st.text(max_size=6) | st.sampled_from(["q" * 512, "q" * 513, "\ud800", "a b", "\n", "~", "!", "\x7f"])))
+def test_many_keys_are_judged_as_one_by_one(keys: list[str]) -> None:
+    def is_key(key: str) -> bool:
+        try:
+            form.check_key(key)
+        except form.BadKey:
+            return False
+        return True
+
+    assert form.are_keys(keys) == all(map(is_key, keys))
