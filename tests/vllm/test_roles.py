@@ -39,6 +39,23 @@ def test_a_producer_fills_the_store_that_a_consumer_reads(model: Path, tmp_path:
         consumer.close()
 
 
+def test_answers_are_found_in_the_next_turn_if_they_are_saved(model: Path, tmp_path: Path) -> None:
+    engine = Engine(model, {"store": f"file://{tmp_path}", "save_decoded": True})
+    try:
+        question = prompt(300, seed=5)
+        answer = engine.run(question, output=200)
+        follow_up = prompt(550, seed=6, start=[*question, *answer.tokens])
+        local = engine.run(follow_up)
+        assert local.cached >= 480
+        engine.forget()
+        before = engine.counters["loaded_chunks"]
+        assert engine.run(follow_up).like(local)
+        assert engine.counters["loaded_chunks"] - before >= 480 // 32
+        engine.assert_at_rest()
+    finally:
+        engine.close()
+
+
 def child(folder: Path, **options: Any) -> dict[str, Any]:
     return {
         "kv_connector": "KVPoolConnector",
