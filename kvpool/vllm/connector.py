@@ -278,11 +278,11 @@ def _private_url(vllm_config: VllmConfig, config: Config) -> str:
 
     Several connectors of one engine (MultiConnector's children) differ in what is configured.
     """
-    assert vllm_config.kv_transfer_config is not None
-    rank = vllm_config.parallel_config.data_parallel_index
-    pool = repr((str(parse_url(config.store)), config.tenant, config.epoch_label)).encode()
-    child = hashlib.blake2b(pool, digest_size=6).hexdigest()
-    return f"zmq+ipc://kvpool-{vllm_config.kv_transfer_config.engine_id}-{rank}-{child}"
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    assert transfer is not None
+    pool = (str(parse_url(config.store)), config.tenant, config.epoch_label)
+    facts = repr((transfer.engine_id, parallel.data_parallel_index, *pool)).encode("utf-8", "surrogatepass")
+    return f"zmq+ipc://kvpool-{hashlib.blake2b(facts, digest_size=16).hexdigest()}"
 
 
 # In a MultiConnector vLLM finds what makes sense of our statistics by the name of the class alone.

@@ -383,6 +383,7 @@ async def test_another_codec_is_refused_by_name(anyio_backend: str, transport: Z
     assert isinstance(outcome, ProtocolMismatch)
     assert "'binary'" in str(outcome)
     assert "'other'" in str(outcome)
+    assert transport.counts() == {"codec": 1}
 
 
 # ---- limits and clocks

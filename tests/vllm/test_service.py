@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import anyio
 import numpy as np
@@ -211,7 +212,7 @@ def test_a_redis_that_starts_later(workers: Callable[..., WorkerSide]) -> None:
 
 
 def test_lookups_are_misses_at_once_while_the_store_is_away(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
-    url = "zmq+ipc://kvpool-test-store-away"
+    url = f"zmq+ipc://kvpool-{uuid4().hex}"
     side = workers(late(tmp_path / "there"), url)
     assert ask(url).hit_length == 0
     (tmp_path / "there").touch()
@@ -222,7 +223,7 @@ def test_lookups_are_misses_at_once_while_the_store_is_away(workers: Callable[..
 def test_a_lookup_address_that_is_taken_is_served_when_it_is_free(
     workers: Callable[..., WorkerSide], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = "zmq+ipc://kvpool-test-taken"
+    url = f"zmq+ipc://kvpool-{uuid4().hex}"
     first = workers(f"file://{tmp_path}/a", url)
     ask(url)  # it is there
     second = workers(f"file://{tmp_path}/b", url)
@@ -241,7 +242,7 @@ def test_a_lookup_address_that_is_taken_is_served_when_it_is_free(
 
 
 def test_an_engine_that_sleeps_and_wakes_goes_on(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
-    url = "zmq+ipc://kvpool-test-sleep"
+    url = f"zmq+ipc://kvpool-{uuid4().hex}"
     side = workers(f"file://{tmp_path}", url)
     assert saves(side, 1)
     for _ in range(3):

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpool.config import Config
 from kvpool.errors import ConfigError, LayoutError, UnsupportedError
 from kvpool.keys import Namespace
+from kvpool.registry import create_transport
 from kvpool.vllm import KVPoolConnector, weights
 from kvpool.vllm.connector import _private_url
 from kvpool.vllm.layout import block_layouts, cache_spec
@@ -181,6 +182,9 @@ def test_pools_of_one_engine_have_lookup_channels_of_their_own(model: Path) -> N
     config = vllm_config(model)
     urls = {_private_url(config, Config.load({"store": store})) for store in ("file:///a", "file:///b", "file:///a")}
     assert len(urls) == 2
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.engine_id = "of somebody's / own choice" * 10
+    assert create_transport(_private_url(config, Config.load({})))
     secret = Config.load({"store": "redis://:secret@127.0.0.1"})
     assert _private_url(config, secret) == _private_url(config, Config.load({"store": "redis://:other@127.0.0.1"}))
 
