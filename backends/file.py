@@ -120,11 +120,11 @@ class FileStore(Store):
     async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
         found = np.full(len(keys), UNKNOWN, np.uint8)
 
-        def tell(i: int, there: bool | Exception) -> None:
+        def tell(rows: list[int], there: list[bool] | Exception) -> None:
             if isinstance(there, Exception):
-                logger.debug("%s", self._error(keys[i], there))
+                logger.debug("%s", self._error(keys[rows[0]], there))
             else:
-                found[i] = PRESENT if there else ABSENT
+                found[rows] = np.where(there, PRESENT, ABSENT)
 
         def work() -> None:
             with self._tree() as tree:

@@ -441,13 +441,17 @@ async def test_system_calls_of_a_batch(tmp_path: Path, monkeypatch: pytest.Monke
 
     for call in (os.open, os.close, os.stat, os.fstat, os.preadv, os.pwritev, os.link):
         monkeypatch.setattr(os, call.__name__, counted(call))
-    keys = [f"ns/0.0/{i:064x}" for i in range(2000)]
+    keys = [f"ns/0.0/{i:064x}" for i in range(8000)]  # 31 a directory
     fans = len({place_of(key).fan for key in keys})
     async with FileStore(tmp_path) as store:
         await put(store, [(key, b"value") for key in keys])
         calls.clear()
         assert (await store.exists(keys)).all()
-        assert calls == {"stat": 2000, "open": fans + 3, "close": fans + 3}, "the root, two parts of the name; fans"
+        assert calls == {"fstat": fans, "open": fans + 3, "close": fans + 3}, "the root, two parts of the name; fans"
+        calls.clear()
+        assert (await store.exists(keys[:500])).all()
+        assert calls["stat"] == 500
+        assert calls["open"] == calls["close"] <= fans + 3
         calls.clear()
         assert (await get(store, keys[:10], [5] * 10))[0].ok.all()
         assert (calls["preadv"], calls["stat"], calls["fstat"]) == (10, 0, 0)
