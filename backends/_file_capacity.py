@@ -24,7 +24,7 @@ from kvpool.backends._file_tree import Tree
 __all__ = ["Capacity"]
 
 _COUNTER = struct.Struct("<Q")
-_KEEP = 0.9  # of the capacity is left after a removal: a count takes about 3 us a file, so it must not come often
+_KEEP = 0.9  # of the capacity is left after a removal: a count takes about 10 us a file, so it must not come often
 
 
 class Capacity:

@@ -305,7 +305,7 @@ async def main() -> None:
     parser.add_argument("--only", default=",".join(PLACES), help="which stores, comma-separated")
     options = parser.parse_args()
     report: dict[str, dict[str, object]] = {"ratios": {}, "bounds": {}, "ms": {}}
-    print(f"{'':28}{'ratio':>7} (min to max)      {'raw':>9} {'kvpool':>9}")
+    print(f"{'':28}{'ratio':>7} (min to max)")
     for place in options.only.split(","):
         found = await measure(place, max(7, options.runs))
         report["ms"][place] = {
