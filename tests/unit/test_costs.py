@@ -46,9 +46,9 @@ class Counted(BlockHashes):
     __slots__ = ("read",)
     read: int
 
-    def pack(self, indices: npt.NDArray[np.intp]) -> bytes:
+    def gather(self, indices: npt.NDArray[np.intp], start: int = 0) -> bytes:
         self.read += len(indices)
-        return super().pack(indices)
+        return super().gather(indices, start)
 
 
 def counted(num_hashes: int) -> Counted:
