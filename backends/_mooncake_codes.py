@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["CLIENT_FAILED", "Meaning", "described", "meaning_of"]
+__all__ = ["CLIENT_FAILED", "TRANSFER_FAIL", "Meaning", "described", "meaning_of"]
 
 
 class Meaning(Enum):
@@ -60,6 +60,7 @@ _CODES: dict[int, tuple[str, Meaning]] = {
 }
 #: What stands for an answer that is none: too short, or of another type.
 CLIENT_FAILED = -1
+TRANSFER_FAIL = -800
 
 
 def meaning_of(code: int) -> Meaning:

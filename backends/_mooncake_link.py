@@ -8,6 +8,7 @@ the memory that it may still touch, and the next one is made.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ import anyio.abc
 
 from kvpool.backends._breaker import Breaker
 from kvpool.backends._mooncake_client import Connected, connect, local_address, placement_advice, put_aside
-from kvpool.backends._mooncake_codes import CLIENT_FAILED, Meaning, described, meaning_of
+from kvpool.backends._mooncake_codes import CLIENT_FAILED, TRANSFER_FAIL, Meaning, described, meaning_of
 from kvpool.backends._mooncake_threads import NativeThreads
 from kvpool.backends._mooncake_url import Settings
 from kvpool.deadlines import move_on_at
@@ -41,6 +42,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two attempts to connect
 CLOSE_S = 2.0  # for calls that were left behind to come back, before a client is given up
 DOUBTS = 3  # failed probes in a row of a master that is alive: it is the client that is broken
 PLACEMENT_BYTES = 64
+FAILING_S, FORGET_S = 20.0, 10.0  # transfers that fail so long, without a pause of so long: the client is broken
 MOST_HUNG = 8  # clients given up in one process; each keeps about 30 threads
 
 _hung: list[Client] = []
@@ -110,6 +112,7 @@ class Link:
         self._client: Client | None = None
         self._pid = os.getpid()
         self._doubts = 0
+        self._failing_since = self._failed_at = -math.inf  # of transfers
         self._changed = anyio.Event()
         self.advice: list[str] = []  #: what Mooncake makes of the settings, if that is not what they say
         self._said: set[str] = set()
@@ -179,6 +182,7 @@ class Link:
             raise
         self.breaker = _breaker()
         self._doubts = 0
+        self._failed_at = -math.inf
         self._client, self.state = client, "ready"
 
     async def _dispose(self, client: Client, *, again: bool = False) -> None:
@@ -332,6 +336,7 @@ class Link:
                     codes = [CLIENT_FAILED] * n
                 good = not n or any(c != CLIENT_FAILED and meaning_of(c) is not Meaning.UNREACHABLE for c in codes)
                 returned = True
+                self._watch(client, codes)
                 return codes
             finally:
                 self._settle(client, ticket, good)
@@ -371,6 +376,20 @@ class Link:
                 self._replace(client, "its calls fail though the master answers")
         elif before == "closed" and after != "closed":
             logger.warning("%s: keeps failing, it is left alone for a while", self._name)
+
+    def _watch(self, client: Client, codes: Sequence[int]) -> None:
+        """Give up a client whose transfers go on failing for longer than a master takes to forget a dead owner.
+
+        An owner that was started again under the same name is looked for at its port of before, for ever.
+        """
+        if TRANSFER_FAIL not in codes:
+            return
+        now = anyio.current_time()
+        if now - self._failed_at > FORGET_S:
+            self._failing_since = now
+        self._failed_at = now
+        if now - self._failing_since > FAILING_S and len(_hung) < MOST_HUNG // 2:
+            self._replace(client, f"transfers have been failing for {FAILING_S:g} s")
 
     def _say(self, text: str) -> None:
         if text not in self._said:

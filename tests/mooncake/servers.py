@@ -199,6 +199,15 @@ class Owner(_Server):
         write(self.process.stdin, (method, args))
         return self._receive()
 
+    def value(self, key: str) -> bytes | None:
+        """What is stored under a key. Mooncake's ``get`` gives b"" for failures too, such as a lease that has ended on
+        the way."""
+        for _ in range(50):
+            found: bytes = self.raw("get", key)
+            if found or self.raw("is_exist", key) != 1:
+                return found or None
+        return None
+
     def stop(self) -> None:
         """Take the memory back in good order, and end."""
         if self.process is not None and self.process.stdin is not None:

@@ -252,6 +252,24 @@ async def test_a_client_that_fails_though_its_master_lives_is_replaced(
         assert len(cluster.natives) == 2
 
 
+async def test_a_client_whose_transfers_go_on_failing_is_replaced(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those to an owner of memory that was started again under the same name, at another port."""
+    monkeypatch.setattr(_mooncake_link, "FAILING_S", 0.3)
+    async with store_of(cluster) as store:
+        cluster.answer["put"] = [-800] * 1000
+        assert (await put(store, [("a", b"value")])).status.tolist() == [Status.FAILED]
+        assert not store._link.replaced, "once is not for ever"
+        with anyio.fail_after(20):
+            while not store._link.replaced:
+                await put(store, [("a", b"value")])
+                await anyio.sleep(0.02)
+        cluster.answer.clear()
+        await until_ok(store)
+        assert len(cluster.natives) == 2
+
+
 async def test_what_cannot_be_used_here_at_all_ends_the_start(cluster: Cluster) -> None:
     def missing(*_: object) -> _mooncake_client.Connected:
         raise ConfigError("a mooncake store needs Mooncake's client")
