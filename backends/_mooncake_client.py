@@ -21,7 +21,7 @@ import anyio
 import anyio.abc
 
 from kvpool.backends._mooncake_codes import described
-from kvpool.backends._mooncake_threads import skip_exit_handlers
+from kvpool.backends._mooncake_threads import after_fork
 from kvpool.backends._mooncake_url import (
     Settings,
     environment_advice,
@@ -144,6 +144,8 @@ def _set_up(settings: Settings, host: str) -> Connected:
         module: Any = importlib.import_module("mooncake.store")
     except ImportError as error:
         raise ConfigError(f"a mooncake store needs Mooncake's client: {error}; {HINT}") from error
+    if not hasattr(module.MooncakeDistributedStore, "batch_get_into_multi_buffers"):
+        raise ConfigError("a mooncake store needs Mooncake 0.3.11 or newer; the installed one is older")
     config = _config(module, settings)
     advice = (
         *environment_advice(wanted, before, too_late=too_late),
@@ -175,7 +177,7 @@ def _set_up(settings: Settings, host: str) -> Connected:
 @cache
 def _guard_forks() -> None:
     """A child that is forked from here has the clients, but not their threads."""
-    os.register_at_fork(after_in_child=skip_exit_handlers)
+    os.register_at_fork(after_in_child=after_fork)
 
 
 def _config(module: Any, settings: Settings) -> Any:

@@ -169,7 +169,9 @@ class Link:
                 raise StoreError(f"{MOST_HUNG} clients of this process hang; it must be restarted to use Mooncake")
             limit = anyio.current_time() + self.settings.options.timeout_s
             host = await local_address(self.settings, limit)
-            connected = await self._in_thread(partial(self._connect, self.settings, host))
+            # The memory that a client lends stays with it, also when it has been given up.
+            settings = self.settings.without_segment() if self.replaced else self.settings
+            connected = await self._in_thread(partial(self._connect, settings, host))
             client = Client(connected, host, self.settings, self._name)
             try:
                 await self._prepare(client)

@@ -21,7 +21,7 @@ import anyio
 from kvpool.deadlines import move_on_at, running_loop
 from kvpool.errors import StoreClosed
 
-__all__ = ["NativeCall", "NativeThreads", "skip_exit_handlers"]
+__all__ = ["NativeCall", "NativeThreads", "after_fork"]
 
 T = TypeVar("T")
 
@@ -164,6 +164,12 @@ def skip_exit_handlers() -> None:
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):  # glibc has it; handlers run from the last to the first
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
+def after_fork() -> None:
+    """In a forked child: the calls under way are its parent's, and so are the threads of native clients."""
+    _inside.clear()
+    skip_exit_handlers()
 
 
 def _loop_caller() -> Callable[..., object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -69,6 +69,10 @@ class Settings:
         """The master as Mooncake wants it."""
         host, port = self.master
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def without_segment(self) -> Settings:
+        """The same for a client that lends no memory."""
+        return replace(self, options=self.options.model_copy(update={"segment": ByteSize(0)}))
 
     @property
     def max_value(self) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import anyio
 import numpy as np
@@ -279,6 +282,20 @@ async def test_what_cannot_be_used_here_at_all_ends_the_start(cluster: Cluster) 
             pass
 
 
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [(None, "pip install 'kvpool"), (SimpleNamespace(MooncakeDistributedStore=object), "0.3.11 or newer")],
+)
+async def test_what_has_to_be_installed_is_said(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, installed: object, words: str
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setitem(sys.modules, "mooncake.store", installed)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        async with MooncakeStore(f"{cluster.url}?{FAST}"):
+            pass
+
+
 # ---- closing
 
 
@@ -305,6 +322,16 @@ async def test_a_client_that_gives_memory_is_closed(cluster: Cluster) -> None:
     async with store_of(cluster, "&segment=16MiB"):
         pass
     assert cluster.natives[0].closed
+
+
+async def test_memory_is_lent_once_however_often_a_client_is_replaced(cluster: Cluster) -> None:
+    async with store_of(cluster, "&segment=16MiB&hang_s=0.2") as store:
+        with cluster.hanging():
+            await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
+            with anyio.fail_after(5):
+                while store._link.replaced == 0 or store._link.state != "ready":  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+    assert [int(settings.options.segment) for settings in cluster.setups] == [16 << 20, 0]
 
 
 async def test_closing_while_a_call_hangs(cluster: Cluster) -> None:
