@@ -181,7 +181,7 @@ class MooncakeStore(Store):
             if codes is not None:
                 answer = np.array(codes)
                 found[wanted] = np.where(answer < 0, UNKNOWN, np.where(answer > 0, PRESENT, ABSENT))
-                self._present.add([keys[wanted[j]] for j in np.flatnonzero(answer > 0).tolist()], now)
+                self._present.add((keys[i] for i, code in zip(wanted, codes, strict=True) if code > 0), now)
         return found
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:

@@ -290,7 +290,7 @@ async def test_what_has_to_be_installed_is_said(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, installed: object, words: str
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setitem(sys.modules, "mooncake.store", installed)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mooncake.store", installed)
     with pytest.raises(ConfigError, match=re.escape(words)):
         async with MooncakeStore(f"{cluster.url}?{FAST}"):
             pass
