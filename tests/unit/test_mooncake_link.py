@@ -28,7 +28,7 @@ from tests.unit.mooncake_fake import Cluster, FakeNative
 
 pytestmark = pytest.mark.anyio
 
-FAST = "buffer=1MiB&timeout_s=0.5&presence_cache_s=0&failed_key_s=0"
+FAST = "buffer=1MiB&presence_cache_s=0&failed_key_s=0"
 
 
 @pytest.fixture
@@ -40,12 +40,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def store_of(cluster: Cluster, options: str = "") -> MooncakeStore:
-    return MooncakeStore(f"{cluster.url}?{FAST}{options}", connect=cluster.connect)
+def store_of(cluster: Cluster, options: str = "", timeout_s: float = 5) -> MooncakeStore:
+    return MooncakeStore(f"{cluster.url}?{FAST}{options}&timeout_s={timeout_s}", connect=cluster.connect)
 
 
 async def until_ok(store: MooncakeStore, key: str = "again") -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(30):
         while not (await put(store, [(key, b"1")], deadline=anyio.current_time() + 1)).ok.all():  # noqa: ASYNC110
             await anyio.sleep(0.01)
 
@@ -58,7 +58,7 @@ async def test_a_call_that_hangs_is_left_and_leaves_the_callers_memory_alone(clu
         await put(store, [("a", b"12345")])
         memory = bytearray(b"caller")[:5]
         with cluster.hanging():
-            with anyio.fail_after(5):
+            with anyio.fail_after(30):
                 results = await store.get_into(["a"], Buffers.of(memory), deadline=anyio.current_time() + 0.05)
             assert results.status.tolist() == [Status.TIMED_OUT]
             assert (await store.exists(["a"])).tolist() == [PRESENT], "lookups have threads of their own"
@@ -76,7 +76,7 @@ async def test_the_memory_of_a_call_that_hangs_is_nobody_elses(cluster: Cluster)
                 limit = anyio.current_time() + 0.02
                 assert (await put(store, [(f"a{i}", bytes(300_000))], deadline=limit)).status[0] == Status.TIMED_OUT
             assert client.arena.free_bytes < (1 << 20) - 600_000
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while client.arena.free_bytes < 1 << 20:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         assert (await get(store, ["a0"], [300_000]))[0].ok.all(), "what was left behind has still been stored"
@@ -84,7 +84,7 @@ async def test_the_memory_of_a_call_that_hangs_is_nobody_elses(cluster: Cluster)
 
 async def test_a_cancelled_call_is_waited_for_a_little_and_then_left(cluster: Cluster) -> None:
     async with store_of(cluster) as store:
-        with cluster.hanging(), anyio.fail_after(10):
+        with cluster.hanging(), anyio.fail_after(30):
             with anyio.move_on_after(0.05) as scope:
                 await put(store, [("a", b"1")])
             assert scope.cancelled_caught
@@ -96,7 +96,7 @@ async def test_a_client_that_hangs_is_replaced(cluster: Cluster, caplog: pytest.
         cluster.go_on.clear()
         results = await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
         assert results.status.tolist() == [Status.TIMED_OUT]
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while store._link.replaced == 0 or store._link.state != "ready":
                 assert (await store.exists(["a"])).tolist()[0] in (ABSENT, UNKNOWN)  # nothing is raised meanwhile
                 await anyio.sleep(0.01)
@@ -115,7 +115,7 @@ async def test_registered_memory_is_known_to_every_client(cluster: Cluster) -> N
         await store.register(buffers.regions)
         with cluster.hanging():
             await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
-            with anyio.fail_after(5):
+            with anyio.fail_after(30):
                 while store._link.replaced == 0 or store._link.state != "ready":  # noqa: ASYNC110
                     await anyio.sleep(0.01)
         address = buffers.regions[0].address
@@ -161,7 +161,7 @@ async def test_there_is_an_end_to_replacing(cluster: Cluster, monkeypatch: pytes
     async with store_of(cluster, "&hang_s=0.2") as store:
         with cluster.hanging():
             await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
-            with anyio.fail_after(5):
+            with anyio.fail_after(30):
                 while "must be restarted" not in store._link.trouble:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
             results = await put(store, [("a", b"1")])
@@ -205,7 +205,7 @@ async def test_no_client_is_set_up_for_a_master_that_does_not_answer(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.alive = False  # it takes connections, as a frozen process does
-    async with store_of(cluster) as store:
+    async with store_of(cluster, timeout_s=0.5) as store:
         assert "does not answer" in caplog.text
         assert not cluster.setups
         assert (await store.exists(["a"])).tolist() == [UNKNOWN]
@@ -223,20 +223,20 @@ async def test_nobody_listens_there(cluster: Cluster, caplog: pytest.LogCaptureF
 async def test_a_master_that_keeps_failing_is_left_alone_and_asked_by_a_sign_of_life(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with store_of(cluster) as store:
+    async with store_of(cluster, timeout_s=0.5) as store:
         cluster.answer["exist"] = [-900] * 3
         for _ in range(3):
             assert (await store.exists(["a"])).tolist() == [UNKNOWN]
         assert "left alone" in caplog.text
         cluster.alive = False
         asked, pings = cluster.calls["exist"], cluster.pings
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while cluster.pings == pings:
                 assert (await store.exists(["a"])).tolist() == [UNKNOWN]
                 await anyio.sleep(0.02)
         assert cluster.calls["exist"] == asked, "no native call, which would block, before a sign of life"
         cluster.alive = True
-        with anyio.fail_after(20):
+        with anyio.fail_after(30):
             while (await store.exists(["a"])).tolist() != [ABSENT]:  # noqa: ASYNC110
                 await anyio.sleep(0.02)
 
@@ -246,7 +246,7 @@ async def test_a_client_that_fails_though_its_master_lives_is_replaced(
 ) -> None:
     async with store_of(cluster) as store:
         cluster.answer["exist"] = [-900] * 100
-        with anyio.fail_after(20):
+        with anyio.fail_after(30):
             while not store._link.replaced:
                 await store.exists(["a"])
                 await anyio.sleep(0.02)
@@ -264,7 +264,7 @@ async def test_a_client_whose_transfers_go_on_failing_is_replaced(
         cluster.answer["put"] = [-800] * 1000
         assert (await put(store, [("a", b"value")])).status.tolist() == [Status.FAILED]
         assert not store._link.replaced, "once is not for ever"
-        with anyio.fail_after(20):
+        with anyio.fail_after(30):
             while not store._link.replaced:
                 await put(store, [("a", b"value")])
                 await anyio.sleep(0.02)
@@ -328,7 +328,7 @@ async def test_memory_is_lent_once_however_often_a_client_is_replaced(cluster: C
     async with store_of(cluster, "&segment=16MiB&hang_s=0.2") as store:
         with cluster.hanging():
             await put(store, [("a", b"1")], deadline=anyio.current_time() + 0.05)
-            with anyio.fail_after(5):
+            with anyio.fail_after(30):
                 while store._link.replaced == 0 or store._link.state != "ready":  # noqa: ASYNC110
                     await anyio.sleep(0.01)
     assert [int(settings.options.segment) for settings in cluster.setups] == [16 << 20, 0]
@@ -344,7 +344,7 @@ async def test_closing_while_a_call_hangs(cluster: Cluster) -> None:
         except StoreClosed as error:
             outcome.append(error)
 
-    with cluster.hanging(), anyio.fail_after(10):
+    with cluster.hanging(), anyio.fail_after(30):
         async with anyio.create_task_group() as tasks, store_of(cluster) as store:
             tasks.start_soon(work, store)
             await anyio.sleep(0.05)
@@ -369,7 +369,7 @@ async def test_memory_that_a_new_client_cannot_register_is_copied(
     memory = np.zeros(1 << 19, np.uint8)
     buffers = Buffers.of(memory)
     cluster.alive = False
-    async with store_of(cluster) as store:
+    async with store_of(cluster, timeout_s=0.5) as store:
         await store.register(buffers.regions)  # no client yet
         whole = FakeNative.register_buffer
 
