@@ -27,7 +27,7 @@ from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport, parse_url
 from kvpool.vllm._versions import KVConnectorTransferResults, say_version
 from kvpool.vllm.kv_events import KVEvents
-from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
+from kvpool.vllm.layout import LayerCache, block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
 from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_adapters, warn_of_random_seed
 from kvpool.vllm.plugin import register
@@ -115,7 +115,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._spec,
                 transport if rank == Rank() else None,
                 rank=rank,
-                kv_heads=kv_heads(self._spec, vllm_config),
+                kv_heads=kv_heads(vllm_config, kv_cache_config),
             )
 
     def _kv_events(self, vllm_config: VllmConfig, *, shared: bool) -> KVEvents | None:
@@ -173,9 +173,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker's process
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         layouts = block_layouts(kv_caches, self._kv_cache_config)
-        self._worker.start(layouts, layout_facts(kv_caches, self._vllm_config))
+        self._worker.start(layouts, layout_facts(kv_caches, self._vllm_config, self._kv_cache_config))
 
     def unregister_kv_caches(self) -> None:
         """Sleep mode, from vLLM 0.33 on: the KV memory is about to go. Nothing touches it after this."""

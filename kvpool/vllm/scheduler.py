@@ -72,6 +72,11 @@ class _RequestState:
     no_lookup: bool = False  #: a load failed or a lookup was late: computed by the engine in this generation
     offered: int = 0  #: local tokens at the last positive match
 
+    @property
+    def found(self) -> int:
+        """Tokens found in the store, which need no saving; a failed load proves nothing of the kind."""
+        return 0 if self.answer is None or self.no_lookup else self.answer.hit_length
+
 
 @dataclass(slots=True)
 class _Load:
@@ -85,7 +90,7 @@ class _Load:
 class _Save:
     state: _RequestState
     job: Job
-    range: SaveRange
+    range: SaveRange | None  #: None for Mamba states: their blocks are gone when a failure is known
     pinned: list[KVCacheBlock]
     quarantine_at: float
     ranks_reading: int
@@ -306,7 +311,8 @@ class SchedulerSide:
         self._grace_left, self._polled = self.config.lookup_grace_ms / 1000, False
         self._quarantine()
         loads, self._new_loads = self._new_loads, []
-        saves = [job for state, computed in self._computed(output) for job in self._save_jobs(state, computed, output)]
+        saves = list(self._state_jobs(output))  # first: what is not pinned now is lost
+        saves += [job for state, computed in self._computed(output) for job in self._save_jobs(state, computed, output)]
         return StepWork(self._namespace(), self.epoch, loads, saves, idle=not output.total_num_scheduled_tokens)
 
     def _computed(self, output: SchedulerOutput) -> Iterable[tuple[_RequestState, int]]:
@@ -323,33 +329,63 @@ class SchedulerSide:
 
     def _save_jobs(self, state: _RequestState, computed: int, output: SchedulerOutput) -> Iterable[Job]:
         """Chunks that are whole after this step and not yet stored, as jobs on pinned blocks."""
-        assert self._pool is not None
         assert output.kv_connector_block_state is not None
         request = state.request
         if time.monotonic() < state.retry_at:
             return
         if not state.saving:
-            # What was found in the store is there already; a failed load proves nothing of the kind.
-            found = 0 if state.answer is None or state.no_lookup else state.answer.hit_length
-            self._progress.begin(request.request_id, found)
+            self._progress.begin(request.request_id, state.found)
             state.saving = True
-        known = len(request.block_hashes) * self.spec.hash_block_size
-        if not self.config.save_decoded:
-            known = min(known, request.num_prompt_tokens)
-        end = min(self.spec.align(min(computed, known)), self._progress.mark(request.request_id) + self._budget())
+        end = min(
+            self.spec.align(min(computed, self._savable(request))),
+            self._progress.mark(request.request_id) + self._budget(),
+        )
         for due in self._progress.offer(request.request_id, end):
             tables = output.kv_connector_block_state.get_block_ids(request.request_id)
             if tables is None or not (job := self._save_job(state, due, tables)):
                 self._progress.report(due, saved=tables is not None)
                 continue
-            ids = np.concatenate([part.block_ids for part in job.parts]).tolist()
-            blocks = [self._pool.blocks[i] for i in ids]
-            self._pool.touch(blocks)
-            self._pinned_blocks += len(blocks)
-            until = time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S
-            ranks = self.spec.parallel.size
-            self._saves[job.number] = _Save(state, job, due, blocks, until, ranks, ranks)
+            self._pin(job, state, due)
             yield job
+
+    def _state_jobs(self, output: SchedulerOutput) -> Iterable[Job]:
+        """Mamba states that this step computes, as jobs on pinned blocks.
+
+        vLLM names the exact block of each, which leaves the request's table soon, or was never in it.
+        """
+        if not self._writes or output.kv_connector_block_state is None:
+            return
+        for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+            state = self._requests.get(request_id)
+            if state is None or state.bypass or state.stale or time.monotonic() < state.retry_at:
+                continue
+            request = state.request
+            found: dict[int, dict[int, tuple[Chunks, npt.NDArray[np.intp]]]] = {}
+            for group, block, tokens in offers:
+                # A state inside a block, or behind what the other groups store, is part of no hit.
+                if state.found < tokens <= self._savable(request) and not tokens % self.spec.alignment:
+                    chunks = self._database.boundary(group, tokens, len(request.block_hashes))
+                    found.setdefault(tokens, {})[group] = chunks, np.array([block])
+            for states in found.values():
+                if self._budget():
+                    job = self._job(state, states)
+                    self._pin(job, state, None)
+                    yield job
+
+    def _savable(self, request: Request) -> int:
+        """How many tokens of a request may be stored: whole hash blocks, of the prompt unless ``save_decoded``."""
+        known = len(request.block_hashes) * self.spec.hash_block_size
+        return known if self.config.save_decoded else min(known, request.num_prompt_tokens)
+
+    def _pin(self, job: Job, state: _RequestState, due: SaveRange | None) -> None:
+        """Keep the blocks of a save until every rank has copied them."""
+        assert self._pool is not None
+        blocks = [self._pool.blocks[i] for part in job.parts for i in part.block_ids.tolist()]
+        self._pool.touch(blocks)
+        self._pinned_blocks += len(blocks)
+        until = time.monotonic() + self.config.save_timeout_s + REPORT_SLACK_S
+        ranks = self.spec.parallel.size
+        self._saves[job.number] = _Save(state, job, due, blocks, until, ranks, ranks)
 
     def _budget(self) -> int:
         """Tokens, whole common blocks, that may be pinned for saves beyond what is."""
@@ -395,7 +431,8 @@ class SchedulerSide:
                 if save.ranks_left <= 0:
                     del self._saves[number]
                     self._unpin(save)
-                    self._progress.report(save.range, saved=save.stored)
+                    if save.range is not None:
+                        self._progress.report(save.range, saved=save.stored)
                     if self._events is not None and save.stored and not save.skipped and save.job.epoch == self.epoch:
                         self._events.stored(save.state.request, save.job)
                     save.state.failures = 0 if save.stored else save.state.failures + 1

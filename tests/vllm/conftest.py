@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.engine import ENVIRONMENT
-from tests.vllm.models import write_llama
+from tests.vllm.models import write_deepseek_v3, write_llama, write_qwen3_next
 
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -34,3 +34,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Full and sliding-window layers: three groups that share one block pool and the same bytes."""
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-hybrid", pattern="SSFSSF")
+
+
+@pytest.fixture(scope="session")
+def mamba_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Linear attention, whose states vLLM keeps as Mamba groups do, and full attention; bf16."""
+    return write_qwen3_next(tmp_path_factory.mktemp("models") / "tiny-qwen3-next")
+
+
+@pytest.fixture(scope="session")
+def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Multi-head latent attention: one latent a token, shared by all heads."""
+    return write_deepseek_v3(tmp_path_factory.mktemp("models") / "tiny-deepseek-v3")

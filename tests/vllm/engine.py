@@ -214,9 +214,10 @@ class Engine:
             memory.fill_(7.0)
 
     def kv(self) -> list[Any]:
-        """The KV tensors of all layers."""
+        """The KV tensors of all layers; a Mamba layer has several."""
         context = self.core.vllm_config.compilation_config.static_forward_context
-        return [layer.kv_cache for layer in context.values() if getattr(layer, "kv_cache", None) is not None]
+        caches = [layer.kv_cache for layer in context.values() if getattr(layer, "kv_cache", None) is not None]
+        return [t for cache in caches for t in (cache if isinstance(cache, (list, tuple)) else [cache])]
 
     def assert_at_rest(self) -> None:
         """No block held, no state of any request left."""

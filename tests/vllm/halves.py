@@ -115,7 +115,7 @@ def output(request: FakeRequest | None = None, computed: int = 0) -> Any:
         scheduled_cached_reqs=SimpleNamespace(req_ids=ids, num_computed_tokens=[0] * len(ids)),
         num_scheduled_tokens=dict.fromkeys(ids, computed),
         total_num_scheduled_tokens=computed,
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: table),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: table, boundary_state_offloads={}),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -103,3 +104,93 @@ def write_tokenizer(folder: Path) -> None:
         "unk_token": "<pad>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_qwen3_next(folder: Path) -> Path:
+    """A Qwen3-Next-like model directory: linear attention (Mamba groups in vLLM) and full attention, by turns; bf16."""
+    options: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "full_attention_interval": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
+    gains = {"v_proj": 2.0, "o_proj": 4.0, "out_proj": 4.0, "in_proj": 2.0, "lm_head": 2.0}
+    return _write(folder, "qwen3_next", options, gains, torch.bfloat16)
+
+
+def write_deepseek_v3(folder: Path) -> Path:
+    """A DeepSeek-V3-like model directory: multi-head latent attention, dense layers only; fp32.
+
+    The latent has the size of the real one, which is the only one that vLLM's CPU kernels take.
+    """
+    options: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+    }
+    gains = {"q_b": 3.0, "kv_a": 3.0, "kv_b": 2.0, "o_proj": 2.0}
+    return _write(folder, "deepseek_v3", options, gains, torch.float32)
+
+
+def _write(folder: Path, kind: str, options: dict[str, Any], gains: dict[str, float], dtype: torch.dtype) -> Path:
+    """A model directory through transformers' own class, which knows the names and shapes of the weights.
+
+    ``gains``: of the matrices whose name contains the key; 1 for the others.
+    """
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = transformers.AutoConfig.for_model(kind, **common, **options)
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                gain = next((g for key, g in gains.items() if key in name), 1.0) / weight.shape[1] ** 0.5
+                weight.copy_(torch.randn(weight.shape, generator=random) * gain)
+            elif weight.dim() >= 2:
+                weight.copy_(torch.randn(weight.shape, generator=random) * (1.0 if "embed" in name else 0.5))
+            elif "q_norm" in name or "k_norm" in name:  # weights around 0 in Qwen3-Next; this makes attention peaked
+                weight.fill_(1.0)
+            elif "dt_bias" in name:  # states that forget slowly, so that the first tokens still count at the end
+                weight.copy_(torch.rand(weight.shape, generator=random) * 4 - 6)
+    model.to(dtype).save_pretrained(folder)
+    return folder

@@ -231,9 +231,50 @@ def test_blocks_are_looked_up_once_a_group_on_load_and_on_save(monkeypatch: pyte
     side.after_alloc(request, SimpleNamespace(get_block_ids=lambda: tables), 12)
     assert asked == [0, 1]
     step_output = output(request, 32)
-    step_output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: tables)
+    step_output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads={})
     sent = side.build_work(step_output)
     assert asked == [0, 1, 0, 1]
     (loading,), (saving,) = sent.loads, sent.saves
     assert [part.block_ids.tolist() for part in loading.parts] == [[1, 2, 3], [2, 3]]
     assert saving.parts[0].block_ids.tolist() == [4, 5, 6, 7, 8], "what was found in the store is not saved again"
+
+
+def test_a_mamba_state_is_saved_from_its_exact_block_and_pinned() -> None:
+    pool = FakePool(64)
+    side: Any = SchedulerSide(
+        Config.load({}),
+        CacheSpec((CacheGroup(Kind.FULL, BLOCK), CacheGroup(Kind.MAMBA, BLOCK)), BLOCK),
+        lambda: NAMESPACE,
+        "test-chained",
+        FakeClient(LookupResult(0, (0, 0), EPOCH, 1.0)),  # type: ignore[arg-type]
+        reads=True,
+        writes=True,
+        epoch=EPOCH,
+    )
+    side.bind_block_pool(pool)
+    request = FakeRequest(8)
+    side.on_new_request(request)
+    step_output = output(request, 8 * BLOCK)
+    table = list(range(1, 9))
+    offers = [
+        (1, 40, 2 * BLOCK),
+        (1, 41, 8 * BLOCK),
+        (1, 42, 2 * BLOCK + 2),  # inside a block
+        (1, 43, 9 * BLOCK),  # behind the prompt
+    ]
+    step_output.kv_connector_block_state = SimpleNamespace(
+        get_block_ids=lambda _: (table, [0] * 7 + [8]),
+        boundary_state_offloads={request.request_id: offers, "gone": offers},
+    )
+    *states, attention = side.build_work(step_output).saves
+    assert [part.group for part in attention.parts] == [0], "a state is never found through the table"
+    assert [[(p.group, p.chunk_ids.tolist(), p.block_ids.tolist()) for p in job.parts] for job in states] == [
+        [(1, [1], [40])],
+        [(1, [7], [41])],
+    ]
+    assert [bytes(job.parts[0].hashes[0]) for job in states] == [request.block_hashes[1], request.block_hashes[7]]
+    assert pool.pinned == 8 + 2
+    for job in (attention, *states):
+        side.take_report(reported(released={job.number: 1}, saved={job.number: (1, job is attention)}))
+    assert pool.pinned == 0
+    assert not side.build_work(output(request, 8 * BLOCK)).saves, "a state that was not stored is gone"

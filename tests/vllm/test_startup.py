@@ -23,7 +23,12 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvpool.config import Config
@@ -169,6 +174,65 @@ def test_specs_are_matched_by_exact_type(model: Path) -> None:
         connect(config, full(Novel))
     with pytest.raises(UnsupportedError, match="non-causally"):
         connect(config, full(non_causal=True))
+
+
+def _all_specs(cls: type[KVCacheSpec] = KVCacheSpec) -> set[type[KVCacheSpec]]:
+    """Every kind of cache that vLLM has."""
+    below = {c for c in cls.__subclasses__() if c.__module__.startswith("vllm.")}
+    return below.union(*(_all_specs(c) for c in below))
+
+
+def _mamba(mode: str = "align") -> MambaSpec:
+    return MambaSpec(32, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
+#: One of each kind that is supported.
+SUPPORTED: dict[type[KVCacheSpec], Callable[[], KVCacheSpec]] = {
+    FullAttentionSpec: full,
+    SlidingWindowSpec: lambda: full(SlidingWindowSpec, sliding_window=64),
+    MLAAttentionSpec: lambda: full(MLAAttentionSpec, num_kv_heads=1),
+    SlidingWindowMLASpec: lambda: full(SlidingWindowMLASpec, num_kv_heads=1, sliding_window=64),
+    MambaSpec: _mamba,
+    UniformTypeKVCacheSpecs: lambda: UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer.0": full()}),
+}
+
+
+@pytest.mark.parametrize("cls", sorted(_all_specs(), key=lambda c: c.__name__), ids=lambda c: c.__name__)
+def test_every_kind_of_cache_is_supported_or_refused_by_its_name(model: Path, cls: type[KVCacheSpec]) -> None:
+    config = vllm_config(model)
+    if cls in SUPPORTED:
+        assert cache_spec(config, caches(SUPPORTED[cls]())).groups[0].block_size == 32
+    else:
+        with pytest.raises(UnsupportedError, match=rf"attention spec {cls.__name__}, "):
+            cache_spec(config, caches(cls.__new__(cls)))
+
+
+def test_layers_of_one_group_are_of_one_kind(model: Path) -> None:
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={"layer.0": full(), "layer.1": full(MLAAttentionSpec, num_kv_heads=1)}
+    )
+    with pytest.raises(UnsupportedError, match=r"mixes .*FullAttentionSpec.*MLAAttentionSpec"):
+        cache_spec(vllm_config(model), caches(mixed))
+
+
+def test_mamba_states_are_cached_in_align_mode_only(model: Path) -> None:
+    for mode in ("none", "all"):
+        with pytest.raises(UnsupportedError, match=f"Mamba mode '{mode}'"):
+            cache_spec(vllm_config(model), caches(_mamba(mode)))
+
+
+def test_a_cache_that_is_replayed_after_a_hit_is_refused(model: Path) -> None:
+    replayed = full(SlidingWindowMLASpec, num_kv_heads=1, sliding_window=64, bounded_replay=True)
+    with pytest.raises(UnsupportedError, match="64 tokens again after each hit"):
+        cache_spec(vllm_config(model), caches(full(), replayed))
+
+
+def test_which_ranks_hold_the_same_bytes(model: Path) -> None:
+    """A latent is whole on every rank, a state differs on each, heads are shared out."""
+    config = vllm_config(model, {"store": "file:///tmp"})
+    config.parallel_config.tensor_parallel_size = 2
+    groups = caches(*(make() for make in SUPPORTED.values()))
+    assert [g.shards for g in cache_spec(config, groups).groups] == [2, 2, 1, 1, 2, 2]
 
 
 def test_a_store_that_is_not_shared_is_refused_with_more_than_one_rank(model: Path) -> None:
