@@ -27,7 +27,7 @@ from kvpool.ranks import Rank
 from kvpool.registry import create_store, create_transport, parse_url
 from kvpool.vllm._versions import KVConnectorTransferResults, say_version
 from kvpool.vllm.kv_events import KVEvents
-from kvpool.vllm.layout import LayerCache, block_layouts, cache_spec, kv_heads, layout_facts
+from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
 from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_adapters, warn_of_random_seed
 from kvpool.vllm.plugin import register
@@ -173,7 +173,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker's process
 
-    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         layouts = block_layouts(kv_caches, self._kv_cache_config)
         self._worker.start(layouts, layout_facts(kv_caches, self._vllm_config, self._kv_cache_config))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,10 +42,7 @@ _KINDS: dict[type, Kind] = {
 #: One latent that all heads share, whole on every tensor-parallel rank.
 _LATENT = (MLAAttentionSpec, SlidingWindowMLASpec)
 
-#: What vLLM registers for a layer: one tensor, or several (a Mamba layer's states) that lie in one page.
-LayerCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-
-__all__ = ["LayerCache", "block_layouts", "cache_spec", "kv_heads", "layout_facts"]
+__all__ = ["block_layouts", "cache_spec", "kv_heads", "layout_facts"]
 
 
 def cache_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheSpec:
@@ -135,19 +132,19 @@ def kv_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[in
     return [heads(group) for group in kv_cache_config.kv_cache_groups]
 
 
-def block_layouts(kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheConfig) -> list[BlockLayout]:
+def block_layouts(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> list[BlockLayout]:
     """Where each group's blocks live, from the tensors that vLLM registered for each layer.
 
     Raises LayoutError for a tensor whose blocks are not one dense span each.
     """
     layouts = []
     for group in kv_cache_config.kv_cache_groups:
-        found = [(name, tensor) for name in group.layer_names for tensor in _tensors(kv_caches[name])]
-        shared = {tensor.data_ptr(): (name, tensor) for name, tensor in found}  # layers that share one are moved once
+        # Layers that share one tensor are moved once.
+        tensors = {kv_caches[name].data_ptr(): (name, kv_caches[name]) for name in group.layer_names}
         regions = []
         strides = []
         sizes = []
-        for name, tensor in shared.values():
+        for name, tensor in tensors.values():
             block = _block(tensor, kv_cache_config.num_blocks)
             if block is None:
                 raise LayoutError(
@@ -175,10 +172,6 @@ def block_layouts(kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheC
     return layouts
 
 
-def _tensors(cache: LayerCache) -> Sequence[torch.Tensor]:
-    return [cache] if isinstance(cache, torch.Tensor) else cache
-
-
 def _block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
     """The first block, ``[kernel blocks, ...]``; None if blocks are not one dense span each.
 
@@ -192,7 +185,7 @@ def _block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
 
 
 def layout_facts(
-    kv_caches: Mapping[str, LayerCache], vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    kv_caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> dict[str, Fact]:
     """What only the worker knows of the bytes of a block: shapes, dtypes, packing, kernel and instruction set.
 
@@ -200,19 +193,18 @@ def layout_facts(
     """
     context = vllm_config.compilation_config.static_forward_context
     layers: dict[str, Fact] = {}
-    device = ""
-    for name, cache in kv_caches.items():
+    for name, tensor in kv_caches.items():
         layer = context.get(name)
         backend = layer.get_attn_backend() if layer is not None and hasattr(layer, "get_attn_backend") else None
-        blocks = [tensor[: tensor.shape[0] // kv_cache_config.num_blocks] for tensor in _tensors(cache)]
+        block = tensor[: tensor.shape[0] // kv_cache_config.num_blocks]
         form: dict[str, Fact] = {
-            "shapes": [list(block.shape) for block in blocks],
-            "strides": [list(block.stride()) for block in blocks],
-            "dtypes": [str(block.dtype) for block in blocks],
+            "shape": list(block.shape),
+            "strides": list(block.stride()),
+            "dtype": str(tensor.dtype),
             "backend": getattr(backend, "__qualname__", str(backend)),
         }
         layers[json.dumps(form)] = form
-        device = blocks[0].device.type
+    device = next(iter(kv_caches.values())).device.type
     return {
         "device": device,
         # The CPU kernels pack K and V for the instruction set they run on.

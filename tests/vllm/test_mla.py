@@ -20,7 +20,8 @@ from kvpool.ranks import Parallel, Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.vllm.worker import WorkerSide
 from tests.vllm.engine import Engine, prompt
-from tests.vllm.test_halves import BLOCK, job, until, work
+from tests.vllm.halves import BLOCK
+from tests.vllm.test_halves import job, until, work
 
 LENGTH = 16 * 40
 

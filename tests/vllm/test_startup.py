@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm
@@ -197,7 +198,7 @@ SUPPORTED: dict[type[KVCacheSpec], Callable[[], KVCacheSpec]] = {
 }
 
 
-@pytest.mark.parametrize("cls", sorted(_all_specs(), key=lambda c: c.__name__), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", [pytest.param(c, id=name) for name, c in sorted((c.__name__, c) for c in _all_specs())])
 def test_every_kind_of_cache_is_supported_or_refused_by_its_name(model: Path, cls: type[KVCacheSpec]) -> None:
     config = vllm_config(model)
     if cls in SUPPORTED:
@@ -458,14 +459,23 @@ class TestLayout:
         (layout,) = block_layouts({"layer.0": memory, "layer.1": memory}, config)
         assert layout.block_bytes == 32 * 64 * 4
 
+    def test_a_block_of_several_kernel_blocks(self) -> None:
+        """They stand one after the other in the first dimension."""
+        config = caches(full())
+        memory = torch.arange(16 * 2 * 16, dtype=torch.float32).reshape(16, 2, 16)  # each of the 8 blocks is two
+        (layout,) = block_layouts({"layer.0": memory}, config)
+        out = np.zeros((2, layout.block_bytes), np.uint8)
+        layout.gather([5, 2], out)
+        assert out.tobytes() == memory[[10, 11, 4, 5]].numpy().tobytes()
+        with pytest.raises(LayoutError, match=r"layer\.0"):  # a gap between the two
+            block_layouts({"layer.0": torch.zeros(16, 32)[:, :16]}, config)
+
     def test_pages_of_one_allocation(self) -> None:
         """vLLM on CPU backs all layers with one allocation; a layer is a strided view."""
         config = caches(full())
         config.kv_cache_groups[0].layer_names.append("layer.1")
         memory = torch.arange(8 * 2 * 64, dtype=torch.float32).reshape(8, 2, 64)
         (layout,) = block_layouts({"layer.0": memory[:, 0], "layer.1": memory[:, 1]}, config)
-        import numpy as np
-
         out = np.zeros((2, layout.block_bytes), np.uint8)
         layout.gather([5, 2], out)
         assert out.tobytes() == memory[[5, 2]].numpy().tobytes()
