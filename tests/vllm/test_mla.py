@@ -58,7 +58,7 @@ def test_an_external_hit_is_bitwise_equal_to_a_local_hit(engine: Engine) -> None
 
 
 def test_a_wrong_block_changes_the_output(engine: Engine) -> None:
-    """Negative control: two blocks in each other's place."""
+    """Negative control: one block holds what another should. (Places do not matter, positions are part of a latent.)"""
     tokens = prompt(LENGTH + 1, seed=2)
     engine.run(tokens)
     engine.drain()
@@ -67,13 +67,13 @@ def test_a_wrong_block_changes_the_output(engine: Engine) -> None:
     layout = engine.worker.layouts[0]
     scatter, wrong = layout.scatter, []
 
-    def swapping(block_ids: Any, rows: Any) -> None:
+    def mistaking(block_ids: Any, rows: Any) -> None:
         rows = rows.copy()
-        rows[[3, 4]] = rows[[4, 3]]
-        wrong.extend(block_ids[3:5])
+        rows[3] = rows[4]
+        wrong.extend(block_ids[3:4])
         scatter(block_ids, rows)
 
-    object.__setattr__(layout, "scatter", swapping)
+    object.__setattr__(layout, "scatter", mistaking)
     try:
         damaged = engine.run(tokens)
     finally:
