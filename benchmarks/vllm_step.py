@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ PREFIX, PROMPT, ARRIVALS, DECODE = 512, 640, 60, 1200
 APART = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
 
 
-async def _move(_: object) -> None:
+def _move_pool() -> None:
     """The event loop's thread, and the worker threads that it starts from now on, to core 1."""
-    os.sched_setaffinity(0, {1})
+    (portal,) = (thread for thread in threading.enumerate() if thread.name == "kvpool-portal")
+    assert portal.native_id is not None
+    os.sched_setaffinity(portal.native_id, {1})
 
 
 def measure(model: str, store: str, apart: bool) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def measure(model: str, store: str, apart: bool) -> dict[str, Any]:
 
         connector.get_num_new_matched_tokens = timed
         if apart:
-            engine.worker._portal.submit(_move, token=("hello", 1))
+            _move_pool()
     shared = [prompt(PREFIX, seed=i) for i in range(4)]
     engine.finish([engine.add(p, output=1) for p in shared])
     engine.drain()
