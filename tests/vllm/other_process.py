@@ -14,14 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENT, prompt
+from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENCE, PATIENT, prompt
 
 
 def run_engine(
     model: Path, store: str, phase: str, multiprocessing: bool, tensor: int = 1, pipeline: int = 1
 ) -> dict[str, Any]:
     """What an engine in another process printed: tokens, logprobs, and how many prompt tokens were cached."""
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function of ours in the worker's process
+    }
     if tensor * pipeline > 1:
         environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_AOT_COMPILE": "0"}
     done = subprocess.run(
@@ -36,6 +40,14 @@ def run_engine(
     assert lines, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTPUT "))
     return result
+
+
+def _saves_in_flight(_: Any) -> int:
+    """Runs in each worker's process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    group: Any = get_kv_transfer_group()
+    return int(group.worker.outstanding()["saves"])
 
 
 def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = "1") -> None:
@@ -73,8 +85,11 @@ def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = 
     done = run(tokens)
     if phase == "local":
         done = run(tokens)
-        time.sleep(1.0)  # saves end in the background
-        run(prompt(20, seed=2))
+        end = time.monotonic() + PATIENCE
+        while any(llm.collective_rpc(_saves_in_flight)):  # they end in the background; steps take note of it
+            assert time.monotonic() < end, "saves do not end"
+            time.sleep(0.02)
+            run(prompt(20, seed=2))
     best = done.outputs[0]
     result = {
         "tokens": list(best.token_ids),
