@@ -1,17 +1,19 @@
 """What kvpool costs a vLLM engine: time in the match call, engine steps with the pool active against without.
 
-``python -m benchmarks.vllm_step [--runs N] [--apart] [--json FILE]`` needs vLLM. It starts one engine process after
-another, in turn without and with the connector, on the same stream of requests: two long decodes run all the time while
-new prompts arrive, half of them with a prefix of their own kind. Almost all are computed and saved, so the figures are
-those of an engine that gets little reuse. Steps are compared within a kind, decode only or with prefill.
+``python -m benchmarks.vllm_step [--runs N] [--apart] [--slices] [--json FILE]`` needs vLLM. It starts an engine process
+after another, in turn without and with the connector, on the same stream of requests: two long decodes run all the time
+while new prompts arrive, half of them with a prefix of their own kind. Almost all are computed and saved, so the
+figures are those of an engine that gets little reuse. Steps are compared within a kind, decode only or with prefill.
 
 ``--apart`` gives the engine's computation core 0 and the pool (event loop, worker threads, store) core 1; without it
-the engine computes on both cores and the pool takes its share of them.
+the engine computes on both cores and the pool takes its share of them. ``--slices`` also takes the processor time of
+each callback on the event loop, in which an engine's thread may wait for the interpreter's lock; that costs a little.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import resource
@@ -42,7 +44,21 @@ def _move_pool() -> None:
     os.sched_setaffinity(portal.native_id, {1})
 
 
-def measure(model: str, store: str, apart: bool) -> dict[str, Any]:
+def _take_slices() -> list[float]:
+    """The processor time of each callback of an asyncio loop, in any thread, from now on."""
+    taken: list[float] = []
+    run: Any = asyncio.Handle._run
+
+    def timed(handle: Any) -> None:
+        start = time.thread_time()
+        run(handle)
+        taken.append(time.thread_time() - start)
+
+    asyncio.Handle._run = timed  # type: ignore
+    return taken
+
+
+def measure(model: str, store: str, apart: bool, slices: bool) -> dict[str, Any]:
     """One engine, one stream of requests. Times in microseconds."""
     if apart:
         os.environ.update(APART)
@@ -72,6 +88,7 @@ def measure(model: str, store: str, apart: bool) -> dict[str, Any]:
     engine.llm.reset_prefix_cache()
     for seed in range(2):
         engine.add(prompt(64, seed=50 + seed), output=DECODE)
+    taken = _take_slices() if store and slices else []
     steps: dict[str, list[float]] = {"decode": [], "prefill": []}
     cpu = time.process_time()
     arrived = 0
@@ -94,6 +111,9 @@ def measure(model: str, store: str, apart: bool) -> dict[str, Any]:
     if match:
         result["match"] = {"calls": len(match), **_spread(match)}
         result["counters"] = {k: v for k, v in engine.counters.items() if v}
+    if taken:
+        longest = round(max(taken) * 1e6, 1)
+        result["slices"] = {"callbacks": len(taken), "cpu_s": sum(taken), **_spread(taken), "max": longest}
     engine.close()
     return result
 
@@ -108,11 +128,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--apart", action="store_true", help="the engine on core 0, the pool on core 1")
+    parser.add_argument("--slices", action="store_true", help="also time each callback of the event loop")
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "STORE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         model_folder, its_store = options.child
-        print("RESULT " + json.dumps(measure(model_folder, its_store, options.apart)), flush=True)
+        print("RESULT " + json.dumps(measure(model_folder, its_store, options.apart, options.slices)), flush=True)
         return
     from tests.vllm.models import write_llama
 
@@ -123,7 +144,7 @@ def main() -> None:
             for side, done in sides.items():
                 store = f"file://{folder}/store-{run}" if side == "with" else ""
                 command = [sys.executable, "-m", "benchmarks.vllm_step", "--child", str(model), store]
-                command += ["--apart"] * options.apart
+                command += ["--apart"] * options.apart + ["--slices"] * options.slices
                 child = subprocess.run(command, capture_output=True, text=True, check=False)
                 lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
                 if not lines:
@@ -148,6 +169,9 @@ def report(sides: dict[str, list[dict[str, Any]]]) -> None:
         )
     for q in ("p50", "p90", "p99"):
         print(f"{'match call ' + q + ', us':28}{'':12}{statistics.median(r['match'][q] for r in sides['with']):12.0f}")
+    if slices := [run["slices"] for run in sides["with"] if "slices" in run]:
+        p50, p99, longest = (max(run[key] for run in slices) for key in ("p50", "p99", "max"))
+        print(f"callbacks on the event loop, largest of the runs: p50 {p50} us, p99 {p99} us, longest {longest} us")
     print("counters of the last run:", sides["with"][-1]["counters"])
 
 

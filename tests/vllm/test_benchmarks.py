@@ -36,7 +36,8 @@ def test_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("apart", [[], ["--apart"]], ids=["shared cores", "apart"])
-def test_steps(apart: list[str]) -> None:
-    out = _run("benchmarks.vllm_step", "--runs", "1", *apart)
+@pytest.mark.parametrize("how", [[], ["--apart", "--slices"]], ids=["shared cores", "apart"])
+def test_steps(how: list[str]) -> None:
+    out = _run("benchmarks.vllm_step", "--runs", "1", *how)
+    assert ("callbacks on the event loop" in out) == ("--slices" in how)
     assert len(re.findall(r"^(decode|prefill) step p\d+, us +\d+ +\d+ +[\d.]+", out, re.MULTILINE)) == 6
