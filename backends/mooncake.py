@@ -87,6 +87,7 @@ class MooncakeStore(Store):
         self._present = KeyMemory(options.presence_cache_s)
         self._failed = KeyMemory(options.failed_key_s)
         self._healing: dict[str, anyio.Event] = {}  # damaged values that are being removed
+        self._putting: dict[str, anyio.Event] = {}  # keys with a put under way
         self._stuck = KeyMemory(STUCK_S)  # and those that could not be
         self._pressure = Breaker(failures=1, cooldown_s=0.25, max_cooldown_s=4.0)
         self._tasks: anyio.abc.TaskGroup
@@ -208,13 +209,15 @@ class MooncakeStore(Store):
                 results.set(i, Status.REJECTED, error=error)
                 good.remove(i)
             first, *again = rounds(keys, good) or [[]]
-            healing = [i for i in first if keys[i] in self._healing]
-            await self._each(keys, [i for i in first if i not in healing], source, results, deadline, self._put)
-            for i in healing:
-                with move_on_at(deadline):
-                    if (healed := self._healing.get(keys[i])) is not None:
-                        await healed.wait()
-            await self._each(keys, healing, source, results, deadline, self._put)
+            # Mooncake's put of a value that is only half there says OK, and a load would find nothing.
+            busy = [i for i in first if keys[i] in self._healing or keys[i] in self._putting]
+            await self._put_each(keys, [i for i in first if i not in busy], source, results, deadline)
+            with move_on_at(deadline):
+                for key in (keys[i] for i in busy):
+                    for event in (self._healing.get(key), self._putting.get(key)):
+                        if event is not None:
+                            await event.wait()
+            await self._put_each(keys, busy, source, results, deadline)
             # Of equal keys in a batch the first is the one that counts.
             status = {keys[i]: int(results.status[i]) for i in first}
             for i in (i for rows in again for i in rows):
@@ -280,6 +283,21 @@ class MooncakeStore(Store):
                 raise
             except StoreError as error:
                 self._fail(results, rows[part], error)
+
+    async def _put_each(
+        self, keys: Sequence[str], rows: list[int], source: Buffers, results: Results, deadline: float
+    ) -> None:
+        """Put these keys; whoever puts the same ones meanwhile waits for it."""
+        done = anyio.Event()
+        names = [keys[i] for i in rows]
+        self._putting.update(dict.fromkeys(names, done))
+        try:
+            await self._each(keys, rows, source, results, deadline, self._put)
+        finally:
+            for name in names:
+                if self._putting.get(name) is done:
+                    del self._putting[name]
+            done.set()
 
     async def _get(
         self, keys: Sequence[str], rows: list[int], into: Buffers, results: Results, deadline: float, again: bool = True

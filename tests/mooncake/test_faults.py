@@ -33,10 +33,11 @@ async def test_it_costs_misses_and_heals(name: str) -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["well", "frozen"])
 async def test_closing_during_traffic(frozen: bool) -> None:
     """Also while no owner answers, so that calls hang: they end, the memory stays theirs, and a new store works."""
+    traffic: list[Traffic] = []
     with Mooncake(owners=1) as mooncake, anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             async with create_store(mooncake.url) as store:
-                traffic = [Traffic(store, f"{n}") for n in range(10)]
+                traffic += [Traffic(store, f"{n}") for n in range(10)]
                 for each in traffic:
                     tasks.start_soon(each.run)
                 await traffic[0].recovered()
@@ -47,11 +48,11 @@ async def test_closing_during_traffic(frozen: bool) -> None:
                 await store.exists(["k"])
         mooncake.owners[0].signal(signal.SIGCONT)
         async with create_store(mooncake.url) as store, anyio.create_task_group() as tasks:
-            again = Traffic(store, "again")
-            tasks.start_soon(again.run)
-            await again.recovered()
+            traffic.append(Traffic(store, "again"))
+            tasks.start_soon(traffic[-1].run)
+            await traffic[-1].recovered()
             tasks.cancel_scope.cancel()
-        assert [each.seen.wrong for each in (*traffic, again)] == [[]] * 11
+    assert [each.seen.wrong for each in traffic] == [[]] * 11
 
 
 async def test_a_short_soak() -> None:

@@ -321,3 +321,33 @@ async def test_a_put_does_not_wait_for_ever_for_a_damaged_value(
             assert (await put(store, [("a", b"12345")])).status.tolist() == [Status.FAILED]
         assert "could not be removed" in caplog.text
         assert (await store.exists(["a"])).tolist() == [ABSENT]
+
+
+async def puts_begun(cluster: Cluster, wanted: list[list[str]]) -> None:
+    """Wait until these puts, by their names, have reached Mooncake; no other may have."""
+    while True:
+        begun = [names for method, names, _ in cluster.batches if method == "put"]
+        assert begun == wanted[: len(begun)]
+        if begun == wanted:
+            return
+        await anyio.sleep(0.001)
+
+
+async def test_a_put_waits_for_another_of_the_same_key(cluster: Cluster) -> None:
+    """Mooncake says OK to the second at once, and until the first has ended a load finds nothing."""
+    both: list[bool] = []
+
+    async def put_both(store: MooncakeStore) -> None:
+        both.extend((await put(store, [("a", b"value"), ("b", b"value")])).ok.tolist())
+
+    async with store_of(cluster) as store:
+        with anyio.fail_after(20), cluster.hanging():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(put, store, [("a", b"value")])
+                await puts_begun(cluster, [["kvpool:a"]])
+                tasks.start_soon(put_both, store)
+                await puts_begun(cluster, [["kvpool:a"], ["kvpool:b"]])
+                await anyio.wait_all_tasks_blocked()
+                cluster.go_on.set()
+        assert both == [True, True]
+        assert (await get(store, ["a", "b"], [5, 5]))[1] == [b"value"] * 2
