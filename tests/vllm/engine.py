@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+import pytest
 
 #: Set before vLLM is imported: one process, no network, no compilation.
 ENVIRONMENT = {
@@ -237,6 +240,22 @@ class Engine:
         self.engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def prefix_caching_on() -> Iterator[None]:
+    """Engines made meanwhile keep their prefix cache where vLLM, without AMX, switches it off for latents."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    settle: Any = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def caching(cls: type, config: Any) -> None:
+        settle(cls, config)
+        config.cache_config.enable_prefix_caching = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(caching))
+        yield
 
 
 def _output(done: Any) -> Output:

@@ -162,6 +162,55 @@ def write_deepseek_v3(folder: Path) -> Path:
     return _write(folder, "deepseek_v3", options, gains, torch.float32)
 
 
+def write_deepseek_v4(folder: Path) -> Path:
+    """A DeepSeek-V4-like model directory without weights: for the layout of its KV cache, not to be run."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "torch_dtype": "bfloat16",
+        "vocab_size": VOCAB,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 256,
+        "o_lora_rank": 256,
+        "o_groups": 4,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "sliding_window": 128,
+        "compress_ratios": [0, 4, 128, 4],
+        "compress_rope_theta": 160000.0,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hash_layers": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def _write(folder: Path, kind: str, options: dict[str, Any], gains: dict[str, float], dtype: torch.dtype) -> Path:
     """A model directory through transformers' own class, which knows the names and shapes of the weights.
 

@@ -19,7 +19,7 @@ from kvpool.memory import BlockLayout
 from kvpool.ranks import Parallel, Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.vllm.worker import WorkerSide
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import Engine, prefix_caching_on, prompt
 from tests.vllm.halves import BLOCK
 from tests.vllm.test_halves import job, until, work
 
@@ -28,17 +28,8 @@ LENGTH = 16 * 40
 
 @pytest.fixture(scope="module")
 def engine(mla_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    from vllm.platforms.cpu import CpuPlatform
-
-    settle: Any = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def caching(cls: type, config: Any) -> None:
-        settle(cls, config)
-        config.cache_config.enable_prefix_caching = True
-
     store = f"file://{tmp_path_factory.mktemp('store')}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(caching))
+    with prefix_caching_on():
         engine = Engine(mla_model, {"store": store, "failed_key_ttl_s": 0}, block_size=16, attention_backend="CPU_MLA")
     yield engine
     engine.close()
