@@ -239,12 +239,15 @@ class SchedulerSide:
         Joined once and extended as they grow: joining 72,256 of them (289,024 tokens by 4) takes 2 ms, and under
         preemption vLLM asks again in every step.
         """
-        hashes = state.request.block_hashes
-        if state.hashes is None:
-            state.hashes = BlockHashes(b"".join(hashes), len(hashes[0]) if hashes else 0, scheme=self._scheme)
-        elif len(hashes) > len(state.hashes):
-            state.hashes.extend(hashes[len(state.hashes) :])
-        return state.hashes
+        hashes, joined = state.request.block_hashes, state.hashes
+        known = 0 if joined is None else len(joined)
+        # They are chained, so the last one tells for all: a streaming session drops its last token, and its hash.
+        if joined is None or known > len(hashes) or (known and joined[known - 1] != hashes[known - 1]):
+            joined = BlockHashes(b"".join(hashes), len(hashes[0]) if hashes else 0, scheme=self._scheme)
+            state.hashes = joined
+        elif len(hashes) > known:
+            joined.extend(hashes[known:])
+        return joined
 
     def _poll(self, wait: float, until: _RequestState | None = None) -> None:
         """Take in answers; with ``until``, wait up to ``wait`` seconds for that request's."""

@@ -52,7 +52,10 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class _Spaces:
-    """Key spaces by what the scheduler names (namespace digest, epoch), for this worker's own layout."""
+    """Key spaces by what the scheduler names (namespace digest, epoch), for this worker's own layout.
+
+    Used by the worker's thread and by the event loop, so no step here relies on what the one before it has seen.
+    """
 
     def __init__(self, spec: CacheSpec, layout: Fact) -> None:
         self._spec = spec
@@ -75,9 +78,9 @@ class _Spaces:
                 # The key is made of the engine's digest alone; the manifest spells it out for a person.
                 key = Namespace(key.digest, Namespace.of({**facts, "engine_facts": self.engine.facts}).manifest)
             space = KeySpace(key, self._spec)
-            if len(self._known) >= 16:  # resets make new epochs; only the latest few are in use
-                self._known.pop(next(iter(self._known)))
             self._known[namespace, epoch] = space
+            for old in list(self._known)[:-16]:  # resets make new epochs; only the latest few are in use
+                self._known.pop(old, None)
         return space
 
 
@@ -119,6 +122,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
         self._portal: Portal[Service] | None = None
+        self._awake = False
 
     def start(self, layouts: Sequence[BlockLayout], layout: Fact) -> None:
         """Start the event loop, the store and the lookup server, in the background. What fails there is tried again.
@@ -136,18 +140,23 @@ class WorkerSide:
 
         Raises KVPoolError if the store does not let go within seconds: the engine must not sleep then.
         """
-        if self._portal is None:
+        if not self._awake:
             return
+        assert self._portal is not None
         if not self._portal.close(CLOSE_TIMEOUT_S):
-            raise KVPoolError("the store may still touch the engine's blocks, so the engine must not sleep")
+            raise KVPoolError(
+                "the store may still touch the engine's blocks, so the engine must not sleep; try again when it has "
+                "let go: until then the pool serves nothing"
+            )
         self._take_in()
-        self._portal = None
+        self._awake = False  # the closed portal stays: it reports whatever it is given as not done
 
     def resume(self) -> None:
         """The block memory is there: begin to serve. Idempotent."""
-        if self._portal is None:
+        if not self._awake:
             self._portal = Portal(self._lifespan, backend=self._config.event_loop)
             self._portal.start()
+            self._awake = True
 
     def _lifespan(self) -> AbstractAsyncContextManager[Service]:
         """The event loop's life: the pool and, on the first rank, a server for the scheduler's lookups."""

@@ -264,6 +264,24 @@ class TestSave:
         side.take_report(reported(released={job.number: 1}, saved={job.number: (1, False)}))
         assert pool.pinned == 0
 
+    def test_a_session_that_drops_its_last_token_saves_what_it_has_then(self) -> None:
+        """With the next piece of a streamed prompt vLLM drops the last sampled token, and the hash that covers it."""
+        client = hit(12, age=0.0)
+        side = scheduler(FakePool(64), client=client, lookup_grace_ms=0, save_decoded=True)
+        session = request(19)
+        assert answered(side, client, session) == 12
+        session.append_output_token_ids([900])  # completes the fifth block, and nothing was computed from it yet
+        assert side.match(session, 0) is None  # thrown out, and asked for with all that it has
+        dropped = session.block_hashes[4]
+        assert [*client.requests[-1].hashes][4] == dropped
+        del session._all_token_ids[19:], session.block_hashes[4:]
+        session._all_token_ids.extend([1, 2, 3, 4, 5])
+        session.update_block_hashes()
+        session.num_prompt_tokens = session.num_tokens
+        (saving,) = side.build_work(output(session, 24)).saves
+        assert [bytes(h) for h in saving.parts[0].hashes] == session.block_hashes
+        assert dropped not in session.block_hashes
+
 
 class TestWhatHashesCover:
     def hashes(self, **options: Any) -> list[bytes]:

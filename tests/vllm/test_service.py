@@ -254,6 +254,17 @@ def test_an_engine_that_sleeps_and_wakes_goes_on(workers: Callable[..., WorkerSi
     assert saves(side, 2)
 
 
+def test_a_step_of_an_engine_that_sleeps_is_harmless(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
+    """A request that is added to a sleeping engine makes it step."""
+    side = workers(f"file://{tmp_path}")
+    assert saves(side, 1)
+    side.suspend()
+    assert not saves(side, 2)
+    side.resume()
+    assert saves(side, 3)
+    assert not any(side.outstanding().values())
+
+
 def test_what_was_in_flight_when_it_fell_asleep_is_reported(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
     side = workers(faulty(tmp_path, kind="stuck", op="put"))
     begin(side, 1)

@@ -383,17 +383,51 @@ class TestNamespace:
         with pytest.raises(ConfigError, match="model_fingerprint"):
             weights_fingerprint(config)
 
-    def test_files_of_a_hub_cache_are_known_by_their_content_name(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("option", ["load_format", "model_weights"])
+    def test_weights_that_come_from_elsewhere_need_a_label(self, model: Path, option: str) -> None:
+        config = vllm_config(model)
+        if option == "load_format":
+            config.load_config.load_format = "tensorizer"
+        else:
+            config.model_config.model_weights = "s3://bucket/model"
+        with pytest.raises(ConfigError, match="model_fingerprint"):
+            weights_fingerprint(config)
+        facts = model_facts(config, caches(full()), Config.load({"model_fingerprint": "v7"}))
+        assert facts["weights"] == "v7"
+
+    def test_weights_are_looked_for_where_the_engine_has_put_them(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two caches may hold different states of one model."""
+        config, found = vllm_config(model), {}
+        for name in ("", "elsewhere"):
+            folder = tmp_path / "hub" / name / "models--a--b"
+            snapshot = write_llama(folder / "snapshots" / "1", seed=len(name))
+            (folder / "refs").mkdir()
+            (folder / "refs" / "main").write_text("1")
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+            monkeypatch.setattr(config.load_config, "download_dir", str(tmp_path / "hub" / name) if name else None)
+            monkeypatch.setattr(config.model_config, "model", "a/b")
+            found[name] = weights_fingerprint(config)
+            assert found[name] == weights_fingerprint(vllm_config(snapshot))
+        assert found[""] != found["elsewhere"]
+
+    @pytest.mark.parametrize(("one", "two"), [("01" * 32, "23" * 32), ("01" * 20, "23" * 20)])
+    def test_files_of_a_hub_cache_are_known_by_their_content_name(self, tmp_path: Path, one: str, two: str) -> None:
         folder = write_llama(tmp_path / "snapshots" / "abc")
         blobs = tmp_path / "blobs"
         blobs.mkdir()
-        (folder / "model.safetensors").rename(blobs / "0123")
-        (folder / "model.safetensors").symlink_to(blobs / "0123")
+        (folder / "model.safetensors").rename(blobs / one)
+        (folder / "model.safetensors").symlink_to(blobs / one)
         before = weights_fingerprint(vllm_config(folder))
-        (blobs / "0123").rename(blobs / "4567")
+        (blobs / one).rename(blobs / two)
         (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors").symlink_to(blobs / "4567")
+        (folder / "model.safetensors").symlink_to(blobs / two)
         assert weights_fingerprint(vllm_config(folder)) != before
+
+    def test_a_folder_that_happens_to_be_called_blobs_is_no_hub_cache(self, tmp_path: Path) -> None:
+        one, other = write_llama(tmp_path / "a" / "blobs"), write_llama(tmp_path / "b" / "blobs", seed=1)
+        assert weights_fingerprint(vllm_config(one)) != weights_fingerprint(vllm_config(other))
 
 
 class TestFilesThatWereReadBefore:
@@ -425,10 +459,11 @@ class TestFilesThatWereReadBefore:
         assert file_digest(file) != first
         assert len(self.notes(tmp_path)) == 2
 
-    def test_a_note_that_makes_no_sense_is_replaced(self, file: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("text", ["", "0", "-1", "7" * 33, "g" * 32])
+    def test_a_note_that_makes_no_sense_is_replaced(self, file: Path, tmp_path: Path, text: str) -> None:
         first = file_digest(file)
         (note,) = self.notes(tmp_path)
-        note.write_text("")
+        note.write_text(text)
         assert file_digest(file) == first == note.read_text()
 
     def test_one_that_was_just_written_is_not_noted(
@@ -441,6 +476,14 @@ class TestFilesThatWereReadBefore:
     def test_without_a_place_for_notes_nothing_is_lost(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = file_digest(file)
         monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+        assert file_digest(file) == first
+
+    def test_a_user_without_a_home_needs_none(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a container that runs under a number of its own."""
+        first = file_digest(file)
+        for name in ("XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name)
+        monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
         assert file_digest(file) == first
 
 
