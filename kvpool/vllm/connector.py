@@ -78,6 +78,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 f"store: {type(store).__name__} keeps its values in one process, and this engine has {ranks} ranks; "
                 "use a store that they share, such as file:///path or redis://host"
             )
+        if self._config.event_loop not in store.capabilities.loops:
+            allowed = ", ".join(sorted(store.capabilities.loops))
+            raise ConfigError(
+                f"event_loop: {type(store).__name__} runs on {allowed}, not on {self._config.event_loop!r}"
+            )
+        _check_transport(self._config)
         transport = {
             "url": self._config.transport or _private_url(vllm_config, self._config),
             "codec": self._config.codec,
@@ -271,6 +277,16 @@ def _log_like_vllm() -> None:
         ours.setLevel(theirs.level)
         for handler in theirs.handlers:
             ours.addHandler(handler)
+
+
+def _check_transport(config: Config) -> None:
+    """Raises ConfigError for an address at which the two halves would not meet, so that every lookup were a miss."""
+    url = parse_url(config.transport) if config.transport else None
+    if url is not None and (url.scheme == "inprocess" or (url.scheme == "zmq+ipc" and not url.host)):
+        raise ConfigError(
+            f"transport: {url} is not an address that the engine's scheduler and its workers share; write "
+            "zmq+ipc://NAME or zmq+tcp://HOST:PORT, or leave it out for a channel of this engine's own"
+        )
 
 
 def _private_url(vllm_config: VllmConfig, config: Config) -> str:

@@ -1,7 +1,8 @@
-"""Stores that do not open: one never, one not yet."""
+"""Stores that do not open: one never, one not yet, one not on every event loop."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,14 @@ class HangingStore(MemoryStore):
     async def __aenter__(self) -> Self:
         await anyio.sleep_forever()
         return self
+
+
+class OnlyAsyncio(MemoryStore):
+    @classmethod
+    def from_url(cls, url: URL) -> Self:
+        store = cls()
+        store.capabilities = replace(store.capabilities, loops=frozenset({"asyncio"}))
+        return store
 
 
 class LateStore(MemoryStore):

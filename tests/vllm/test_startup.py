@@ -93,6 +93,9 @@ def test_a_misspelt_setting_stops_the_engine_and_names_the_field(model: Path) ->
         ({"store": "memory://?capacity=many"}, "capacity"),
         ({"load_timeout_s": -1}, "load_timeout_s"),
         ({"codec": 3}, "codec"),
+        ({"transport": "inprocess://here"}, "transport: inprocess://here .* zmq"),
+        ({"transport": "zmq+ipc://"}, "transport: zmq.* share"),
+        ({"store": "tests.vllm.hanging:OnlyAsyncio", "event_loop": "trio"}, "event_loop: OnlyAsyncio"),
     ],
 )
 def test_an_impossible_value_stops_the_engine_and_names_it(model: Path, extra: dict[str, Any], named: str) -> None:
