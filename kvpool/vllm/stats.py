@@ -23,6 +23,8 @@ class ConnectorCounters:
     lookup_replies_dropped: int = 0  #: came late, or belong to nobody
     lookup_requests_expired: int = 0  #: reached the server after their deadline
     lookup_requests_refused: int = 0  #: could not be read, or do not fit what the server serves
+    lookups_without_store: int = 0  #: answered as a miss at once: the store is not open
+    failed_jobs: int = 0  #: loads and saves that ended with an error: the store is not open, or they ran out of time
     quarantined_saves: int = 0  #: long past their deadline: their blocks stay pinned, and nobody waits for them
 
     def snapshot(self) -> dict[str, int]:

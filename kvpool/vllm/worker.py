@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Config
-from kvpool.errors import KVPoolError, StoreError
+from kvpool.errors import JobCancelled, KVPoolError, PortalClosed, StoreError
 from kvpool.hashes import BlockHashes
 from kvpool.keys import Fact, KeySpace, Namespace
 from kvpool.memory import BlockLayout
@@ -177,6 +177,7 @@ class WorkerSide:
             try:
                 pool = await service.pool()
             except StoreError:  # a miss at once: the engine must not wait for a store that is away
+                self._served.lookups_without_store += 1
                 return LookupResult(0, (0,) * len(self._spec.groups), request.epoch, 0.0)
             space = self._spaces.get(request.namespace, request.epoch)
             hit = await pool.lookup(
@@ -218,8 +219,11 @@ class WorkerSide:
         assert self._portal is not None
         for done in self._portal.poll():
             kind, number = cast(tuple[str, int], done.token)
-            if done.error is not None:  # that the store is away has been said, and not once a job
-                level = logging.DEBUG if isinstance(done.error, StoreError) else logging.WARNING
+            if done.error is not None:
+                self._served.failed_jobs += 1
+                # That the store is away has been said, and that calls hang is counted; neither is said once a job.
+                quiet = isinstance(done.error, (StoreError, JobCancelled, PortalClosed))
+                level = logging.DEBUG if quiet else logging.WARNING
                 logger.log(level, "kvpool: %s job %d failed: %s", kind, number, done.error)
             (self._loaded if kind == "load" else self._saved)(number, done.result if done.error is None else None)
         while self._released:

@@ -112,6 +112,7 @@ def test_a_store_that_never_opens_delays_nothing_for_ever(workers: Callable[...,
     assert total.loaded == {1: (1, False)}
     assert total.saved == {2: (1, False)}
     assert total.released == {2: 1}
+    assert side.take_stats()["failed_jobs"] == 2
     assert side.take_received() == {"request-1"}
     assert side.take_invalid() == {1, 2, 3, 4}
 

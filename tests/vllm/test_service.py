@@ -188,7 +188,9 @@ def test_a_store_that_opens_later(
     caplog.set_level(logging.WARNING, "kvpool")
     side = workers(late(tmp_path / "there"))
     assert not saves(side, 1)
+    assert side.counters()["failed_jobs"] == 1
     assert "goes on without it: the store" in caplog.text
+    assert "job 1" not in caplog.text
     (tmp_path / "there").touch()
     saves_at_last(side)
     assert "the store is open now" in caplog.text
@@ -215,6 +217,7 @@ def test_lookups_are_misses_at_once_while_the_store_is_away(workers: Callable[..
     url = f"zmq+ipc://kvpool-{uuid4().hex}"
     side = workers(late(tmp_path / "there"), url)
     assert ask(url).hit_length == 0
+    assert side.counters()["lookups_without_store"] >= 1
     (tmp_path / "there").touch()
     saves_at_last(side)
     assert ask(url).hit_length == 4 * BLOCK
