@@ -32,7 +32,7 @@ from kvpool.backends._mooncake_url import (
 from kvpool.deadlines import fail_at
 from kvpool.errors import ConfigError, StoreError
 
-__all__ = ["Connected", "Native", "connect", "local_address", "placement_advice", "put_aside"]
+__all__ = ["Connected", "Native", "close", "connect", "local_address", "placement_advice", "put_aside"]
 
 #: A request of Mooncake's RPC protocol (coro_rpc) for no function; a master that is alive answers with an error.
 _PING = b"\x15" + bytes(19)
@@ -81,20 +81,25 @@ class Connected:
     native: Native
     config: Any
     advice: tuple[str, ...] = ()
+    kept: bool = False  #: it has one reference more, which :func:`close` takes back
 
 
 _aside: list[tuple[tuple[int, str, str, str], Connected]] = []  # the oldest first
 _aside_lock = threading.Lock()
+_inherited = False  # this process was forked from one that has used Mooncake
 
 
 async def local_address(settings: Settings, deadline: float) -> str:
-    """Ask the master for a sign of life; the address of this machine on the way to it.
+    """Ask the master, and the metadata server if there is one, for a sign of life; the address of this machine on the
+    way to the master.
 
     Raises StoreError if there is none before the deadline: then no client may be set up, for that would stop the whole
     process until Mooncake's own time-outs.
     """
     host, port = settings.master
     place = settings.address
+    if settings.metadata_server is not None:
+        await _reached(*settings.metadata_server, deadline)
     try:
         with fail_at(deadline):
             async with await anyio.connect_tcp(host, port) as stream:
@@ -109,6 +114,15 @@ async def local_address(settings: Settings, deadline: float) -> str:
     if reply != _PING[:1]:
         raise StoreError(f"what answers at {place} is no mooncake_master")
     return settings.options.host or name
+
+
+async def _reached(host: str, port: int, deadline: float) -> None:
+    """Raises StoreError if nobody listens there."""
+    try:
+        with fail_at(deadline):
+            await (await anyio.connect_tcp(host, port)).aclose()
+    except (OSError, TimeoutError) as error:
+        raise StoreError(f"no metadata server at {host}:{port}: {str(error) or 'it does not answer'}") from error
 
 
 def connect(settings: Settings, host: str) -> Connected:
@@ -137,6 +151,11 @@ def _kind(settings: Settings, host: str) -> tuple[int, str, str, str]:
 
 
 def _set_up(settings: Settings, host: str) -> Connected:
+    if _inherited:
+        raise ConfigError(
+            "Mooncake was used by the parent of this process before the fork, and would hang here; start processes "
+            "with spawn, or open stores in the children only"
+        )
     options = settings.options
     before, too_late = dict(os.environ), mooncake_was_imported()
     wanted = prepare_environment(settings, host)
@@ -153,8 +172,6 @@ def _set_up(settings: Settings, host: str) -> Connected:
     )
     _guard_forks()
     native = module.MooncakeDistributedStore()
-    # Never freed by Python: freeing closes it, which would hang in a forked child and stop everybody in this process.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
     given: list[Any] = [
         host,
         options.metadata,
@@ -165,19 +182,39 @@ def _set_up(settings: Settings, host: str) -> Connected:
         settings.address,
     ]
     tenant = {"tenant_id": options.tenant} if options.tenant else {}
+    failure = ""
     try:
-        code: int = native.setup(*given, **tenant)
+        if code := native.setup(*given, **tenant):
+            failure = described(code)
     except TypeError as error:  # pybind's, for a version without tenants, before anything has been done
-        raise StoreError(f"the installed Mooncake cannot be set up so, leave out tenant=: {error}") from error
-    if code:
-        raise StoreError(f"setting up a client of the master at {settings.address} failed: {described(code)}")
-    return Connected(native, config, advice)
+        failure = f"the installed Mooncake cannot be set up so, leave out tenant=: {error}"
+    except Exception as error:  # of C++, such as a lack of memory
+        failure = f"{type(error).__name__}: {error}; segment= or local_buffer= may be too large"
+    if failure:
+        del native  # frees it and its threads; the exception would keep it
+        raise StoreError(f"setting up a client of the master at {settings.address} failed: {failure}")
+    # Not freed by Python before it is closed: that closes it, and would hang in a forked child.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+    return Connected(native, config, advice, kept=True)
+
+
+def close(connected: Connected) -> None:
+    """Close a client that nobody uses, and let its memory go; in a thread, because it blocks."""
+    connected.native.close()
+    if connected.kept:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(connected.native))
 
 
 @cache
 def _guard_forks() -> None:
     """A child that is forked from here has the clients, but not their threads."""
-    os.register_at_fork(after_in_child=after_fork)
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    global _inherited
+    _inherited = True
+    after_fork()
 
 
 def _config(module: Any, settings: Settings) -> Any:

@@ -18,12 +18,12 @@ import anyio
 import anyio.abc
 
 from kvpool.backends._breaker import Breaker
-from kvpool.backends._mooncake_client import Connected, connect, local_address, placement_advice, put_aside
+from kvpool.backends._mooncake_client import Connected, close, connect, local_address, placement_advice, put_aside
 from kvpool.backends._mooncake_codes import CLIENT_FAILED, TRANSFER_FAIL, Meaning, described, meaning_of
 from kvpool.backends._mooncake_threads import NativeThreads
 from kvpool.backends._mooncake_url import Settings
 from kvpool.deadlines import move_on_at
-from kvpool.errors import StoreClosed, StoreError
+from kvpool.errors import ConfigError, StoreClosed, StoreError
 from kvpool.memory import Region
 from kvpool.staging import Lease, Staging
 
@@ -179,9 +179,11 @@ class Link:
                 with anyio.CancelScope(shield=True):
                     await self._dispose(client)
                 raise
-        except StoreError as error:
-            self.trouble = str(error)
+        except ConfigError:
             raise
+        except Exception as error:  # the native client's own are none of kvpool's
+            self.trouble = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+            raise StoreError(self.trouble) from error
         self.breaker = _breaker()
         self._doubts = 0
         self._failed_at = -math.inf
@@ -195,7 +197,7 @@ class Link:
         await self._in_thread(client.unregister_all)
         unwanted = put_aside(client.connected, self.settings, client.host) if again else client.connected
         if unwanted is not None:
-            await self._in_thread(unwanted.native.close)
+            await self._in_thread(partial(close, unwanted))
         client.stop()
         client.arena.close()
 
@@ -208,7 +210,7 @@ class Link:
         if done is None:
             return False
         _hung.remove(done)
-        await self._in_thread(done.native.close)
+        await self._in_thread(partial(close, done.connected))
         return True
 
     async def _in_thread(self, fn: Callable[[], T]) -> T:
@@ -267,7 +269,7 @@ class Link:
     def check_process(self) -> None:
         """Raises StoreClosed in a forked child."""
         if self.forked:
-            raise StoreClosed(f"{self._name} was opened by the parent of this process; a forked child opens its own")
+            raise StoreClosed(f"{self._name} was opened by the parent of this process; a forked child cannot use it")
 
     def client(self) -> Client:
         """The client of the moment. Raises StoreError if there is none."""

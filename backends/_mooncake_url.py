@@ -8,6 +8,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ByteSize, Field, field_validator
 
@@ -19,6 +20,8 @@ __all__ = ["Options", "Settings", "environment_advice", "prepare_environment", "
 
 MASTER_PORT = 50051
 MIN_SEGMENT = 16 << 20  # Mooncake's allocation unit
+_MOST = 1 << 50  # bytes: what Mooncake's 64 bits hold, and more than any machine has
+_HANDSHAKE = "P2PHANDSHAKE"
 _ROOM = 65_535
 
 
@@ -28,16 +31,16 @@ class Options(BaseModel):
     protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="tcp or rdma")
     device: str = Field(default="", description="RDMA devices, such as mlx5_0,mlx5_1; all that are found without it")
     segment: ByteSize = Field(
-        default=ByteSize(0), ge=0, description="memory given to the cluster: 0, or a size from 16MiB on"
+        default=ByteSize(0), ge=0, le=_MOST, description="memory given to the cluster: 0, or a size from 16MiB on"
     )
-    local_buffer: ByteSize = Field(default=ByteSize(0), ge=0, description="a size; kvpool itself needs none")
+    local_buffer: ByteSize = Field(default=ByteSize(0), ge=0, le=_MOST, description="a size; kvpool itself needs none")
     buffer: ByteSize = Field(
         default=ByteSize(64 << 20), ge=1 << 20, le=1 << 30, description="a size of 1MiB to 1GiB, for values in flight"
     )
     replicas: int = Field(default=1, ge=1, le=16, description="1 to 16")
     preferred_segment: str = Field(default="", description="host:port of the client to whose memory values go first")
     soft_pin: bool = Field(default=False, description="true or false")
-    metadata: str = Field(default="P2PHANDSHAKE", min_length=1, description="P2PHANDSHAKE, or a metadata server")
+    metadata: str = Field(default=_HANDSHAKE, description="P2PHANDSHAKE, or http://host[:port]/path without user")
     host: str = Field(default="", description="this machine's address as the others see it")
     tenant: str = Field(default="", description="a tenant of a master that runs with --enable_multi_tenants")
     prefix: str = Field(default="kvpool:", pattern=r"^[!-~]{0,64}$", description="up to 64 visible ASCII characters")
@@ -45,7 +48,7 @@ class Options(BaseModel):
     checksum: Checksum = Field(default="xxh3_64", description="xxh3_64 or none")
     presence_cache_s: float = Field(default=0.5, ge=0, le=60, description="seconds, 0 to 60")
     failed_key_s: float = Field(default=10.0, ge=0, le=3600, description="seconds, 0 to 3600")
-    timeout_s: float = Field(default=5.0, gt=0, le=600, description="seconds, above 0, up to 600")
+    timeout_s: float = Field(default=5.0, ge=0.01, le=600, description="seconds, 0.01 to 600")
     hang_s: float = Field(default=15.0, ge=0.1, le=3600, description="seconds, 0.1 to 3600")
     threads: int = Field(default=3, ge=1, le=16, description="transfers at the same time, 1 to 16")
 
@@ -55,6 +58,25 @@ class Options(BaseModel):
         if 0 < value < MIN_SEGMENT:
             raise ValueError("Mooncake takes no segment below 16 MiB")
         return value
+
+    @field_validator("metadata")
+    @classmethod
+    def _metadata_is_of_a_kind_that_every_build_has(cls, value: str) -> str:
+        """Mooncake ends the process when it does not know the kind, and logs the whole address when it fails."""
+        if value != _HANDSHAKE and _server_of(value) is None:
+            raise ValueError("Mooncake ends the process for some kinds of metadata server, so only HTTP is taken")
+        return value
+
+
+def _server_of(metadata: str) -> tuple[str, int] | None:
+    """Host and port of an HTTP address without a user; None for what is none."""
+    try:
+        parts = urlsplit(metadata)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    except (KeyError, ValueError):
+        return None
+    plain = parts.scheme in ("http", "https") and parts.hostname and "@" not in metadata
+    return (parts.hostname, port) if parts.hostname and plain else None
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,11 @@ class Settings:
     def without_segment(self) -> Settings:
         """The same for a client that lends no memory."""
         return replace(self, options=self.options.model_copy(update={"segment": ByteSize(0)}))
+
+    @property
+    def metadata_server(self) -> tuple[str, int] | None:
+        """Host and port, if there is one."""
+        return _server_of(self.options.metadata)
 
     @property
     def max_value(self) -> int:

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 HEADROOM = 64  # of which the header takes the last 40: the payload behind it is aligned
 PROBED_KEYS = 4096  # in one native call, and between two turns of the loop
+REMOVED_KEYS = 64  # by one thread, which asks the master for each
 REMOVE_S = 30.0  # how long it is tried to remove a value that somebody has a lease on
 STUCK_S = 60.0  # how long a damaged value that could not be removed is left alone
 REMOVE_PAUSES_S = 0.02, 0.5  # the first pause between two attempts; each is twice as long, up to the second
@@ -232,27 +233,39 @@ class MooncakeStore(Store):
             give_up = anyio.current_time() + REMOVE_S
             pause, longest = REMOVE_PAUSES_S
             while left and (now := anyio.current_time()) < deadline:
-                try:
-                    codes = await self._remove(self._names(keys, left), deadline)
-                except StoreError as error:
-                    self._fail(results, left, error)
-                    break
-                if codes is None:
-                    break
                 busy = []
-                for i, code in zip(left, codes, strict=True):
-                    meaning = meaning_of(code)
-                    if meaning is Meaning.RETRY and now < give_up:
-                        busy.append(i)
-                    elif meaning in (Meaning.OK, Meaning.ABSENT):
-                        results.set(i, Status.OK if meaning is Meaning.OK else Status.ABSENT)
-                    else:
-                        results.set(i, Status.FAILED, error=self._error(keys[i], described(code)))
+                for at in range(0, len(left), REMOVED_KEYS):
+                    rows = left[at : at + REMOVED_KEYS]
+                    busy += await self._delete(keys, rows, results, deadline, patient=now < give_up)
                 left = busy
                 if left:  # somebody reads them, or has asked for them: their lease ends by itself
                     await anyio.sleep_until(min(deadline, now + pause))
                     pause = min(2 * pause, longest)
         return results
+
+    async def _delete(
+        self, keys: Sequence[str], rows: list[int], results: Results, deadline: float, *, patient: bool
+    ) -> list[int]:
+        """Those that somebody reads, if that is to be waited for (``patient``)."""
+        if anyio.current_time() >= deadline:
+            return []
+        try:
+            codes = await self._remove(self._names(keys, rows), deadline)
+        except StoreClosed:
+            raise
+        except StoreError as error:
+            self._fail(results, rows, error)
+            return []
+        busy = []
+        for i, code in zip(rows, codes or [], strict=False):
+            meaning = meaning_of(code)
+            if meaning is Meaning.RETRY and patient:
+                busy.append(i)
+            elif meaning in (Meaning.OK, Meaning.ABSENT):
+                results.set(i, Status.OK if meaning is Meaning.OK else Status.ABSENT)
+            else:
+                results.set(i, Status.FAILED, error=self._error(keys[i], described(code)))
+        return busy
 
     # ---- one batch
 
@@ -374,10 +387,16 @@ class MooncakeStore(Store):
     async def _remove(self, names: list[str], deadline: float) -> list[int] | None:
         """One attempt, never forced: whoever reads a value would get torn bytes."""
         client = self._link.client()
-        native = client.native
-        return await self._link.ask(
-            client, client.probes, lambda: [native.remove(name, False) for name in names], len(names), deadline
-        )
+
+        def remove() -> list[int]:
+            codes: list[int] = []
+            for name in names:
+                codes.append(client.native.remove(name, False))
+                if meaning_of(codes[-1]) is Meaning.UNREACHABLE:  # each of the rest would take the master's time-out
+                    break
+            return codes + codes[-1:] * (len(names) - len(codes))
+
+        return await self._link.ask(client, client.probes, remove, len(names), deadline)
 
     # ---- what is damaged
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 
 import anyio
@@ -104,6 +106,58 @@ async def test_a_client_is_set_up_once_and_used_again(mooncake: Mooncake) -> Non
         threads.append(len(os.listdir("/proc/self/task")))
     assert len(natives) == 1
     assert threads[-1] < threads[0] + 20, "a client has about 30"
+
+
+async def test_a_client_that_lends_memory_is_freed_when_it_is_closed() -> None:
+    with Mooncake(owners=0) as alone:
+        async with MooncakeStore(f"{alone.url}?segment=16MiB") as store:
+            await put(store, [("a", b"1")])
+            native = weakref.ref(store._link.client().native)
+        del store
+        gc.collect()
+        assert native() is None
+
+
+async def test_clients_that_cannot_be_set_up_leave_no_threads(mooncake: Mooncake) -> None:
+    threads = []
+    for _ in range(4):
+        async with MooncakeStore(f"{mooncake.url}?segment=100TiB") as store:
+            results = await put(store, [("a", b"1")])
+            assert "setting up a client" in str(results.errors[0])
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[-1] < threads[0] + 10, "a client has about 20 then"
+
+
+_FORKS = """
+import multiprocessing, sys, anyio
+from kvpool.backends.mooncake import MooncakeStore
+from kvpool.errors import ConfigError
+
+async def use(url):
+    async with MooncakeStore(url):
+        pass
+
+def child(url):
+    try:
+        anyio.run(use, url)
+    except ConfigError as error:
+        sys.exit(8 if "spawn" in str(error) else 1)
+
+if __name__ == "__main__":
+    anyio.run(use, sys.argv[1])
+    process = multiprocessing.get_context("fork").Process(target=child, args=sys.argv[1:])
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+async def test_a_forked_child_is_refused_where_it_would_hang(mooncake: Mooncake) -> None:
+    command = [sys.executable, "-c", _FORKS, mooncake.url]
+    ended = await anyio.to_thread.run_sync(
+        lambda: subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    )
+    assert ended.returncode == 8, ended.stderr
 
 
 _ENDS = """

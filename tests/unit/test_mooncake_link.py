@@ -24,6 +24,7 @@ from kvpool.pool import KVPool
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Results, Status
 from kvpool.testing.stores import get, put
+from tests.mooncake.servers import free_port
 from tests.unit.mooncake_fake import Cluster, FakeNative
 
 pytestmark = pytest.mark.anyio
@@ -296,6 +297,25 @@ async def test_what_has_to_be_installed_is_said(
             pass
 
 
+@pytest.mark.parametrize("error", [MemoryError("std::bad_alloc"), RuntimeError("no")])
+async def test_an_exception_of_set_up_is_translated(cluster: Cluster, error: Exception) -> None:
+    def broken(*_: object) -> _mooncake_client.Connected:
+        raise error
+
+    async with MooncakeStore(f"{cluster.url}?{FAST}", connect=broken) as store:
+        results = await put(store, [("a", b"1")])
+    assert results.status.tolist() == [Status.FAILED]
+    assert type(error).__name__ in str(results.errors[0])
+
+
+async def test_no_client_is_set_up_without_its_metadata_server(cluster: Cluster) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    async with store_of(cluster, f"&metadata=http://{address}/metadata") as store:
+        results = await put(store, [("a", b"1")])
+    assert f"no metadata server at {address}" in str(results.errors[0])
+    assert not cluster.setups
+
+
 # ---- closing
 
 
@@ -357,10 +377,18 @@ async def test_a_forked_child_is_told(cluster: Cluster, monkeypatch: pytest.Monk
     async with store_of(cluster) as store:
         pid = os.getpid()
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
-        with pytest.raises(StoreClosed, match="a forked child opens its own"):
+        with pytest.raises(StoreClosed, match="a forked child cannot use it"):
             await store.exists(["a"], deadline=math.inf)
         monkeypatch.undo()
         assert (await store.exists(["a"])).tolist() == [ABSENT]
+
+
+async def test_no_client_is_set_up_in_a_forked_child(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's set-up hangs there, with the interpreter's lock."""
+    monkeypatch.setattr(_mooncake_client, "_inherited", True)
+    with pytest.raises(ConfigError, match="spawn"):
+        async with MooncakeStore(f"{cluster.url}?{FAST}"):
+            pass
 
 
 async def test_memory_that_a_new_client_cannot_register_is_copied(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Iterator
 
 import anyio
@@ -11,6 +13,7 @@ import pytest
 
 from kvpool.backends import mooncake
 from kvpool.backends._breaker import Breaker
+from kvpool.backends._mooncake_client import Connected
 from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
 from kvpool.backends._mooncake_moves import BATCH_BYTES, BATCH_PIECES, BATCH_VALUES
 from kvpool.backends.mooncake import MooncakeStore
@@ -23,7 +26,7 @@ from kvpool.pool import KVPool
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Status
 from kvpool.testing.stores import get, put
-from tests.unit.mooncake_fake import Cluster
+from tests.unit.mooncake_fake import Cluster, FakeNative
 
 pytestmark = pytest.mark.anyio
 
@@ -283,6 +286,35 @@ async def test_a_delete_waits_for_the_end_of_leases(cluster: Cluster) -> None:
         cluster.touch("kvpool:a")
         results = await store.delete(["a"], deadline=anyio.current_time() + 0.1)
         assert results.status.tolist() == [Status.TIMED_OUT]
+
+
+async def test_a_delete_asks_a_dead_master_once(cluster: Cluster) -> None:
+    """Each call would take the master's time-out, in a thread that nobody can stop."""
+    async with store_of(cluster) as store:
+        cluster.answer["remove"] = [-901] * 1000
+        results = await store.delete([f"k{i}" for i in range(64)])
+        assert results.status.tolist() == [Status.FAILED] * 64
+        assert cluster.calls["remove"] == 1
+
+
+async def test_a_cancelled_delete_stops(cluster: Cluster) -> None:
+    removed = threading.Event()
+
+    class Slow(FakeNative):
+        def remove(self, key: str, force: bool, /) -> int:
+            removed.set()
+            time.sleep(0.001)
+            return super().remove(key, force)
+
+    async with MooncakeStore(cluster.url, connect=lambda *_: Connected(Slow(cluster), "config")) as store:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(store.delete, [f"k{i}" for i in range(10_000)])
+            while not removed.is_set():  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        before = cluster.calls["remove"]
+        await anyio.sleep(0.05)
+        assert cluster.calls["remove"] == before < 10_000
 
 
 @pytest.mark.parametrize("damage", ["flip", "foreign", "truncate", "extend", "not kvpool's", "short"])

@@ -45,6 +45,12 @@ def test_a_url_names_the_master() -> None:
         ("mooncake://a?threads=0", "threads='0'"),
         ("mooncake://a?timeout_s=0", "timeout_s='0'"),
         ("mooncake://a?buffer=1", "buffer='1'"),
+        ("mooncake://a?segment=99999999999999999999", "segment="),
+        ("mooncake://a?local_buffer=1e30", "local_buffer="),
+        ("mooncake://a?metadata=redis://b:6379", "only HTTP"),
+        ("mooncake://a?metadata=", "only HTTP"),
+        ("mooncake://a?metadata=http:///path", "only HTTP"),
+        ("mooncake://a?metadata=http://b:port", "only HTTP"),
         ("mooncake://a?segmnt=1GiB", "did you mean 'segment'?"),
     ],
 )
@@ -52,6 +58,16 @@ def test_what_is_wrong_is_named(url: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         create_store(url)
     assert words in str(caught.value)
+
+
+def test_a_metadata_server_takes_no_secrets() -> None:
+    """Mooncake logs its address."""
+    with pytest.raises(ConfigError, match="only HTTP") as caught:
+        create_store("mooncake://a?metadata=http://user:hunter2@b/metadata")
+    assert "hunter2" not in str(caught.value)
+    assert settings("mooncake://a?metadata=http://b:8080/metadata").metadata_server == ("b", 8080)
+    assert settings("mooncake://a?metadata=https://b/metadata").metadata_server == ("b", 443)
+    assert settings("mooncake://a").metadata_server is None
 
 
 def test_what_a_url_decides() -> None:
