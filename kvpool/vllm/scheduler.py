@@ -416,6 +416,7 @@ class SchedulerSide:
             if (load := self._loads.get(number)) is not None:
                 load.ranks_left -= ranks
                 load.state.no_lookup |= not ok
+                load.state.saving &= ok  # what counts as saved may be lost, so it is offered anew
                 load.complete &= ok
                 if load.ranks_left <= 0:
                     del self._loads[number]

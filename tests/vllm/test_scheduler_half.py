@@ -170,6 +170,28 @@ class TestFailedLoads:
         assert answered(side, client, loading) == 12, "the same id again is a new request"
         assert side.outstanding()["loads"] == 0
 
+    def test_what_had_been_saved_is_saved_again(self) -> None:
+        """A request that was thrown out finds its own blocks gone from the store when it comes back."""
+        client = hit(12)
+        side = scheduler(FakePool(64), client=client, lookup_grace_ms=0)
+        loading = request()
+        side.on_new_request(loading)
+        (saving,) = side.build_work(output(loading, 16)).saves
+        side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, True)}))
+        assert not side.build_work(output(loading, 16)).saves
+        assert side.match(loading, 0) is None
+        client.answer()
+        side.build_work(output())
+        assert side.match(loading, 0) == 12
+        side.after_alloc(loading, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 12)
+        (job,) = side.build_work(output()).loads
+        side.take_report(reported(loaded={job.number: (1, False)}))
+        (saving,) = side.build_work(output(loading, 16)).saves
+        assert saving.parts[0].chunk_ids.tolist() == [0, 1, 2, 3]
+        side.forget(loading.request_id)
+        side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, True)}))
+        assert not any(side.outstanding().values())
+
     def test_one_rank_s_failure_is_enough(self) -> None:
         client = hit(12)
         side = scheduler(FakePool(64), client=client, tensor=2, lookup_grace_ms=0)
