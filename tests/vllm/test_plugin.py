@@ -94,9 +94,10 @@ def test_a_running_engine_tells_what_its_pool_did(model: Path, tmp_path: Path) -
         engine.run(prompt(10, seed=2), output=2)  # statistics travel with a step
         assert told["saved_chunks"] == 320 // BLOCK
         assert told["lookups"] == 1
+        stored: dict[str | None, list[Any]] = {}
+        tokens: list[int] = []
         for seed in range(100, 200):  # until the publisher has found the subscriber
-            stored: dict[str | None, list[Any]] = {}
-            tokens = prompt(320, seed=seed)
+            stored, tokens = {}, prompt(320, seed=seed)
             engine.run(tokens)
             engine.drain()
             while socket.poll(100):
