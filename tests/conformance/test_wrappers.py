@@ -79,7 +79,7 @@ class TestCheckedFilesWithoutChecksum(_OverFiles):
         return None if value is None else value[40:]
 
     def raw_write(self, place: Path, key: str, value: bytes) -> None:
-        note = b"unchecked" + struct.pack("<Q", len(value))
+        note = b"unchecked%d" % len(value)
         head = struct.pack("<8sQQ", b"kvpool\0\1", len(note), xxhash.xxh3_64_intdigest(note))
         super().raw_write(place, key, head + xxhash.xxh3_128_digest(key.encode()) + value)
 
