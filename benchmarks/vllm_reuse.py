@@ -17,18 +17,25 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import bars
-from tests.vllm.engine import BLOCK, ENVIRONMENT, prompt
+from benchmarks.vllm_engines import (
+    Process,
+    answers_differ,
+    engines,
+    first_tokens,
+    kv_bytes_per_token,
+    median_ms,
+    ratio,
+    turns,
+)
+from tests.vllm.engine import BLOCK
 
 
 @dataclass(frozen=True)
@@ -49,114 +56,7 @@ FULL = Size(512, 8, (1024, 2048, 4096, 8192), 3, 12, 2048, 2, ("without", "with"
 TINY = Size(128, 2, (256, 512), 1, 2, 256, 1, ("without", "with"))
 
 
-# ---- one engine in a process of its own: a line of JSON in, a line of JSON out
-
-
-def serve(model: str, connector: dict[str, Any] | None, longest: int, threads: int) -> None:
-    """``connector``: kvpool's configuration, None for an engine without a connector."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from tests.vllm.engine import Engine
-
-    per_token = _kv_bytes_per_token(model)
-    engine = Engine(
-        Path(model),
-        connector,
-        kv_bytes=3 * (longest + 256) * per_token,
-        max_model_len=longest + 256,
-    )
-    engine.run(prompt(min(longest, 1024), seed=0), output=2)  # the first call of anything is slow
-    engine.drain()
-    _say({"kv_bytes_per_token": per_token})
-    for line in sys.stdin:
-        job = json.loads(line)
-        before, cpu = engine.counters if connector else {}, time.process_time()
-        start = time.perf_counter()
-        output = engine.run(prompt(job["tokens"], seed=job["seed"]), output=1)
-        seconds = time.perf_counter() - start
-        engine.drain()
-        cpu = time.process_time() - cpu
-        grown = {k: v - before[k] for k, v in (engine.counters if connector else {}).items() if v != before[k]}
-        _say({"first_token_s": seconds, "cpu_s": cpu, "token": output.tokens, "cached": output.cached, "did": grown})
-    engine.close()
-
-
-def _say(what: dict[str, Any]) -> None:
-    print("SAY " + json.dumps(what), flush=True)
-
-
-def _kv_bytes_per_token(model: str) -> int:
-    config = json.loads((Path(model) / "config.json").read_text())
-    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4)
-
-
-class Process:
-    """An engine in a process of its own."""
-
-    def __init__(self, model: Path, connector: dict[str, Any] | None, longest: int, threads: int) -> None:
-        arguments = json.dumps([str(model), connector, longest, threads])
-        command = [sys.executable, "-m", "benchmarks.vllm_reuse", "--engine", arguments]
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-
-    def hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("SAY "):
-                answer: dict[str, Any] = json.loads(line.removeprefix("SAY "))
-                return answer
-        self._errors.seek(0)
-        raise RuntimeError("an engine ended early:\n" + self._errors.read()[-3000:])
-
-    def run(self, tokens: int, seed: int) -> dict[str, Any]:
-        """One prompt from arrival until everything is saved."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"tokens": tokens, "seed": seed}) + "\n")
-        self._process.stdin.flush()
-        return self.hear()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        finally:
-            self._process.kill()
-            self._errors.close()
-
-
-@contextmanager
-def engines(*processes: Process) -> Iterator[tuple[Process, ...]]:
-    """Wait until all are ready; end them in any case."""
-    try:
-        for process in processes:
-            process.hear()
-        yield processes
-    finally:
-        for process in processes:
-            process.end()
-
-
 # ---- what is measured
-
-
-def first_tokens(engine: Process, size: Size) -> dict[int, list[dict[str, Any]]]:
-    """For each length, what ``repeats`` prompts gave; the prompts are the same for every engine."""
-    return {n: [engine.run(n, seed=1000 * n + i) for i in range(size.repeats)] for n in size.lengths}
-
-
-def turns(sides: dict[str, Process], size: Size) -> list[dict[str, float]]:
-    """Processor seconds a prompt token of each engine, turn by turn; who begins changes too."""
-    spent = []
-    for turn in range(size.turns):
-        order = sorted(sides, reverse=bool(turn % 2))
-        done = {side: sides[side].run(size.turn_tokens, seed=10**6 + turn) for side in order}
-        assert not any(run["cached"] for run in done.values()), "something was reused"
-        spent.append({side: run["cpu_s"] / size.turn_tokens for side, run in done.items()})
-    return spent
 
 
 def floor(nbytes: int, files: int, folder: str) -> float:
@@ -184,13 +84,13 @@ def measure(store: str, size: Size, folder: str) -> dict[str, Any]:
     # The engine with the connector can be A as well, if it computes on as many threads.
     a = sides["with"] if size.threads == 1 else Process(model, shared, longest, size.threads)
     with engines(*{*sides.values(), a}):
-        spent = turns(sides, size)
-        cold = first_tokens(a, size)
+        spent = turns(sides, size.turns, size.turn_tokens)
+        cold = first_tokens({"cold": a}, size.lengths, size.repeats)
     with engines(Process(model, shared, longest, size.threads)) as (b,):
-        pool = first_tokens(b, size)
-    per_token = _kv_bytes_per_token(str(model))
+        pool = first_tokens({"pool": b}, size.lengths, size.repeats)
+    per_token = kv_bytes_per_token(model)
     least = floor(size.turn_tokens * per_token, size.turn_tokens // BLOCK, folder) / size.turn_tokens
-    return {"cold": cold, "pool": pool, "turns": spent, "kv_bytes_per_token": per_token, "floor_cpu_s": least}
+    return {**cold, **pool, "turns": spent, "kv_bytes_per_token": per_token, "floor_cpu_s": least}
 
 
 # ---- what a person sees
@@ -198,19 +98,15 @@ def measure(store: str, size: Size, folder: str) -> dict[str, Any]:
 
 def report(result: dict[str, Any], size: Size) -> dict[str, dict[int, float]]:
     """Print the tables; the medians of time to first token in ms. Exits if an answer differs or was not reused."""
-    medians = {
-        side: {n: 1000 * statistics.median(run["first_token_s"] for run in result[side][n]) for n in size.lengths}
-        for side in ("cold", "pool")
-    }
+    medians = {side: {n: median_ms(result[side][n]) for n in size.lengths} for side in ("cold", "pool")}
     print(f"Time to first token, hidden size {size.hidden}, {size.layers} layers, fp32 (median of {size.repeats}):\n")
     print(f"{'prompt tokens':>14}{'A, cold':>12}{'B, from store':>16}{'faster':>9}{'not computed':>15}")
     for n in size.lengths:
         cold, pool = medians["cold"][n], medians["pool"][n]
         cached = min(run["cached"] for run in result["pool"][n])
         print(f"{n:>14}{cold:>9.0f} ms{pool:>13.0f} ms{cold / pool:>8.1f}x{cached:>15}")
-        for one, other in zip(result["cold"][n], result["pool"][n], strict=True):
-            if one["token"] != other["token"]:
-                sys.exit(f"WRONG: B answers a prompt of {n} tokens with {other['token']}, A with {one['token']}")
+        if answers_differ(result["cold"][n], result["pool"][n]):
+            sys.exit(f"WRONG: B answers a prompt of {n} tokens otherwise than A")
         if not cached:
             sys.exit(f"WRONG: B reused nothing of a prompt of {n} tokens; can processes share the store?")
     print("\nEvery answer of B is A's.\n")
@@ -219,9 +115,7 @@ def report(result: dict[str, Any], size: Size) -> dict[str, dict[int, float]]:
     print(f"{'without the connector':<40}{spent['without']:>7.1f} us")
     for side, name in (("with", "with it"), ("sparing", "with it, save_after_uses=2")):
         if side in size.sides:
-            ratios = sorted(turn[side] / turn["without"] for turn in result["turns"])
-            low, middle, high = ratios[len(ratios) // 4], statistics.median(ratios), ratios[-1 - len(ratios) // 4]
-            print(f"{name:<40}{spent[side]:>7.1f} us, ratio {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+            print(f"{name:<40}{spent[side]:>7.1f} us, {ratio(result['turns'], side, 'without')}")
     least = f"a copy and a write of {result['kv_bytes_per_token']} bytes"
     print(f"{least:<40}{1e6 * result['floor_cpu_s']:>7.1f} us")
     return medians
@@ -233,11 +127,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the times to first token into this SVG file")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="a small model and few prompts, to see that it works")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine:
-        serve(*json.loads(options.engine))
-        return
     size = TINY if options.tiny else FULL
     with tempfile.TemporaryDirectory(prefix="kvpool-vllm-") as folder:
         result = measure(options.store or f"file://{folder}/store", size, folder)
