@@ -37,17 +37,12 @@ Run = dict[str, Any]  #: what an engine answers for one prompt
 # ---- in the engine's process
 
 
-def serve(
-    model: str, connector: dict[str, Any] | None, longest: int, threads: int, transfer: dict[str, Any] | None = None
-) -> None:
-    """Answer prompts of up to ``longest`` tokens, computing on so many threads.
+def serve(model: str, connector: dict[str, Any] | None, longest: int, transfer: dict[str, Any] | None = None) -> None:
+    """Answer prompts of up to ``longest`` tokens.
 
     ``connector``: kvpool's configuration, None for an engine without it. ``transfer``: vLLM's ``kv_transfer_config`` of
     an engine with another connector.
     """
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     from tests.vllm.engine import Engine
 
     options: dict[str, Any] = {"kv_transfer_config": transfer} if transfer else {}
@@ -93,17 +88,23 @@ def _say(what: Run) -> None:
 class Process:
     """An engine in a process of its own, started at once; ``engines`` waits until it is ready.
 
-    ``arguments``: those of :func:`serve`. ``module``: what is run instead of this one, with the same argument.
+    ``arguments``: those of :func:`serve`. ``threads``: on which it computes. ``module``: what is run instead of this
+    one, with the same argument.
     """
 
     def __init__(
-        self, *arguments: Any, module: str = "benchmarks.vllm_engines", environment: Mapping[str, str] | None = None
+        self,
+        *arguments: Any,
+        threads: int,
+        module: str = "benchmarks.vllm_engines",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         command = [sys.executable, "-m", module, "--engine", json.dumps(arguments, default=str)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
-            env=os.environ | (environment or {}),
+            # The number of threads counts when torch is imported, whoever does that first.
+            env={**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads), **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,4 +1,4 @@
-"""kvpool over Mooncake beside vLLM's own Mooncake connector: real engines on one master and one owner, all started here.
+"""kvpool over Mooncake beside vLLM's own Mooncake connector: real engines on one master and one owner, started here.
 
 ``python -m tests.mooncake.namespace python -m benchmarks.vllm_mooncake [--only reuse|cpu] [--json FILE] [--tiny]``
 needs vLLM and Mooncake.
@@ -60,7 +60,7 @@ class Size:
     turn_tokens: int
 
 
-FULL = Size(512, 8, (1024, 2048, 4096, 8192), 3, 4, 12, 2048)
+FULL = Size(512, 8, (1024, 2048, 4096, 8192), 3, 3, 12, 2048)
 TINY = Size(128, 2, (256, 512), 1, 1, 2, 256)
 
 
@@ -102,9 +102,9 @@ class Bench:
 
     def start(self, side: str, threads: int) -> Process:
         """An engine of this side: what it is called in the tables."""
-        arguments = (str(self.model), self._kvpool(side), self._longest, threads)
+        arguments = (str(self.model), self._kvpool(side), self._longest)
         if side != VLLM:
-            return Process(*arguments)
+            return Process(*arguments, threads=threads)
         transfer = {
             "kv_connector": "MooncakeStoreConnector",
             "kv_role": "kv_both",
@@ -112,7 +112,9 @@ class Bench:
             "kv_connector_extra_config": {"lookup_rpc_port": next(_ports)},  # names a socket file, no port
         }
         environment = self._reference_environment | {"VLLM_RPC_BASE_PATH": str(self._folder)}
-        return Process(*arguments, transfer, module="benchmarks.vllm_mooncake", environment=environment)
+        return Process(
+            *arguments, transfer, threads=threads, module="benchmarks.vllm_mooncake", environment=environment
+        )
 
     def _kvpool(self, side: str) -> dict[str, Any] | None:
         configurations: dict[str, dict[str, Any]] = {
@@ -145,9 +147,7 @@ def cpu(bench: Bench) -> list[dict[str, float]]:
 
 def report_reuse(found: Mapping[str, Mapping[str, Mapping[int, list[Run]]]], size: Size) -> None:
     """Exits if an answer differs or was not reused."""
-    print(
-        f"Time to first token, hidden size {size.hidden}, {size.layers} layers, fp32 (median of {size.repeats}, ms):\n"
-    )
+    print(f"Time to first token, hidden size {size.hidden}, {size.layers} layers, fp32 (medians, ms):\n")
     heads = ("prompt tokens", "A, vLLM", "A, kvpool", "B, vLLM", "B, kvpool", "vLLM/kvpool", "not computed")
     print("".join(f"{head:>14}" for head in heads))
     for n in size.lengths:

@@ -80,13 +80,13 @@ def measure(store: str, size: Size, folder: str) -> dict[str, Any]:
     model = write_llama(Path(folder) / "model", hidden=size.hidden, layers=size.layers, heads=size.hidden // 32)
     longest, shared = max(*size.lengths, size.turn_tokens), {"store": store}
     connectors = {"without": None, "with": shared, "sparing": shared | {"tenant": "sparing", "save_after_uses": 2}}
-    sides = {side: Process(model, connectors[side], longest, 1) for side in size.sides}
+    sides = {side: Process(model, connectors[side], longest, threads=1) for side in size.sides}
     # The engine with the connector can be A as well, if it computes on as many threads.
-    a = sides["with"] if size.threads == 1 else Process(model, shared, longest, size.threads)
+    a = sides["with"] if size.threads == 1 else Process(model, shared, longest, threads=size.threads)
     with engines(*{*sides.values(), a}):
         spent = turns(sides, size.turns, size.turn_tokens)
         cold = first_tokens({"cold": a}, size.lengths, size.repeats)
-    with engines(Process(model, shared, longest, size.threads)) as (b,):
+    with engines(Process(model, shared, longest, threads=size.threads)) as (b,):
         pool = first_tokens({"pool": b}, size.lengths, size.repeats)
     per_token = kv_bytes_per_token(model)
     least = floor(size.turn_tokens * per_token, size.turn_tokens // BLOCK, folder) / size.turn_tokens
