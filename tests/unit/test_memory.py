@@ -260,12 +260,15 @@ def test_blocks_are_copied_without_memory_in_between(ids: Sequence[int]) -> None
     rows = np.zeros((len(ids), layout.block_bytes), np.uint8)
     for copy in (layout.gather, layout.scatter):
         copy(ids, rows)
-        tracemalloc.start()
-        try:
-            copy(ids, rows)
-            assert tracemalloc.get_traced_memory()[1] < 1 << 16
-        finally:
-            tracemalloc.stop()
+        peaks = []
+        for _ in range(5):  # a thread of another test may take memory meanwhile
+            tracemalloc.start()
+            try:
+                copy(ids, rows)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+            finally:
+                tracemalloc.stop()
+        assert min(peaks) < 1 << 16
 
 
 def test_pieces_at_one_address_are_not_taken_for_evenly_spaced_ones() -> None:

@@ -82,7 +82,9 @@ def test_saved_looked_up_and_loaded_byte_for_byte(engine: Engine) -> None:
     tokens = prompt(TOKENS, seed=1)
     random = np.random.default_rng(0)
     name = engine.add(tokens, output=1)
-    work = scheduled(engine)
+    end = time.monotonic() + 60
+    while not (work := scheduled(engine)).saves:  # until the lookup has been answered
+        assert time.monotonic() < end, "nothing is saved"
     saving = [part for job in work.saves for part in job.parts]
     for part in saving:
         layout = engine.worker.layouts[part.group]
