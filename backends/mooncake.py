@@ -26,12 +26,12 @@ from kvpool.backends._mooncake_batch import batches, rounds
 from kvpool.backends._mooncake_client import connect
 from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
 from kvpool.backends._mooncake_doctor import look
-from kvpool.backends._mooncake_keys import KeyMemory
 from kvpool.backends._mooncake_link import Connect, Link
 from kvpool.backends._mooncake_moves import BATCH_BYTES, BATCH_PIECES, BATCH_VALUES, Moves
 from kvpool.backends._mooncake_url import settings_of
 from kvpool.deadlines import move_on_at
 from kvpool.errors import StoreClosed, StoreError, WrongLength
+from kvpool.key_memory import KeyMemory
 from kvpool.memory import Buffers, Region
 from kvpool.registry import URL, parse_url
 from kvpool.store import (

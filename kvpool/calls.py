@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +23,7 @@ from kvpool.metrics import Counters
 from kvpool.staging import Lease
 from kvpool.store import Presence, Results, Status
 
-__all__ = ["FailedKeys", "Outcome", "StoreCalls", "checked_presence", "checked_results"]
+__all__ = ["Outcome", "StoreCalls", "checked_presence", "checked_results"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -162,37 +161,6 @@ class _Idle:
     def take(self, call: _Call[Any] | None) -> None:
         self.call = call
         self.called.set()
-
-
-class FailedKeys:
-    """Keys whose load failed count as absent for ``ttl`` seconds, so that no request can loop on them.
-
-    At most ``limit`` are remembered; the oldest go first.
-    """
-
-    def __init__(self, ttl: float, limit: int = 65_536) -> None:
-        self._ttl = ttl
-        self._limit = limit
-        self._until: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, keys: Iterable[str], now: float) -> None:
-        for key in keys:
-            self._until[key] = now + self._ttl
-            self._until.move_to_end(key)
-        while len(self._until) > self._limit:
-            self._until.popitem(last=False)
-
-    def discard(self, keys: Iterable[str]) -> None:
-        """These are known to be good again."""
-        if self._until:
-            for key in keys:
-                self._until.pop(key, None)
-
-    def among(self, keys: Sequence[str], now: float) -> list[int]:
-        """The indices of those keys that count as absent now."""
-        while self._until and next(iter(self._until.values())) <= now:
-            self._until.popitem(last=False)
-        return [i for i, key in enumerate(keys) if key in self._until] if self._until else []
 
 
 def checked_presence(outcome: Outcome[Presence], n: int) -> Outcome[Presence]:

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.admission import Admission
-from kvpool.calls import FailedKeys, Outcome, StoreCalls, checked_presence, checked_results
+from kvpool.calls import Outcome, StoreCalls, checked_presence, checked_results
 from kvpool.config import Config
 from kvpool.errors import ConfigError, KVPoolError, LayoutError
 from kvpool.hashes import BlockHashes
+from kvpool.key_memory import KeyMemory
 from kvpool.keys import KeySpace
 from kvpool.memory import BlockLayout
 from kvpool.metrics import Counters
@@ -79,7 +80,8 @@ class Transfers:
         self._shards = shards
         self._counters = counters
         self._batch_bytes = int(config.batch_bytes)
-        self._failed = FailedKeys(config.failed_key_ttl_s)
+        # Keys whose load failed count as absent for a while, so that no request can loop on them.
+        self._failed = KeyMemory(config.failed_key_ttl_s)
         self._admission = Admission(config.save_after_uses)
         self._threads = Threads(2)
         self._at_once = max(1, int(config.staging_bytes) // int(config.batch_bytes))

@@ -9,7 +9,7 @@ __all__ = ["KeyMemory"]
 
 
 class KeyMemory:
-    """Remembers keys for ``ttl`` seconds, ``limit`` at most; the oldest go first."""
+    """Remembers keys for ``ttl`` seconds, ``limit`` at most; the oldest go first. With a ``ttl`` of 0 it keeps none."""
 
     def __init__(self, ttl: float, limit: int = 65_536) -> None:
         self._ttl = ttl
