@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvpool.spec import Kind
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import Engine, damaged_loads, prompt
 from tests.vllm.test_lifecycle import Faults
 
 
@@ -86,20 +86,13 @@ def test_a_wrong_block_changes_the_output(engine: Engine, kind: Kind) -> None:
     engine.drain()
     local = engine.run(tokens)
     engine.forget()
-    layout = engine.worker.layouts[group(engine, kind)]
-    scatter, wrong = layout.scatter, []
 
-    def corrupting(block_ids: Any, rows: Any) -> None:
-        rows = rows.copy()
+    def reverse_the_first(block_ids: Any, rows: Any) -> Any:
         rows[0] = rows[0][::-1]
-        wrong.extend(block_ids[:1])
-        scatter(block_ids, rows)
+        return block_ids[:1]
 
-    object.__setattr__(layout, "scatter", corrupting)
-    try:
+    with damaged_loads(engine.worker.layouts[group(engine, kind)], reverse_the_first) as wrong:
         damaged = engine.run(tokens)
-    finally:
-        object.__delattr__(layout, "scatter")
     assert wrong
     assert damaged.cached == local.cached
     assert not damaged.near(local)

@@ -19,7 +19,7 @@ from kvpool.memory import BlockLayout
 from kvpool.ranks import Parallel, Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.vllm.worker import WorkerSide
-from tests.vllm.engine import Engine, prefix_caching_on, prompt
+from tests.vllm.engine import Engine, damaged_loads, prefix_caching_on, prompt
 from tests.vllm.halves import BLOCK
 from tests.vllm.test_halves import job, until, work
 
@@ -55,20 +55,13 @@ def test_a_wrong_block_changes_the_output(engine: Engine) -> None:
     engine.drain()
     local = engine.run(tokens)
     engine.forget()
-    layout = engine.worker.layouts[0]
-    scatter, wrong = layout.scatter, []
 
-    def mistaking(block_ids: Any, rows: Any) -> None:
-        rows = rows.copy()
+    def mistake_one(block_ids: Any, rows: Any) -> Any:
         rows[3] = rows[4]
-        wrong.extend(block_ids[3:4])
-        scatter(block_ids, rows)
+        return block_ids[3:4]
 
-    object.__setattr__(layout, "scatter", mistaking)
-    try:
+    with damaged_loads(engine.worker.layouts[0], mistake_one) as wrong:
         damaged = engine.run(tokens)
-    finally:
-        object.__delattr__(layout, "scatter")
     assert wrong
     assert damaged.cached == local.cached
     assert not damaged.near(local)

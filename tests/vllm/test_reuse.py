@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.redis.server import RedisServer
-from tests.vllm.engine import BLOCK, Engine, Output, prompt
+from tests.vllm.engine import BLOCK, Engine, Output, damaged_loads, prompt
 from tests.vllm.models import WINDOW
 from tests.vllm.other_process import run_engine
 
@@ -82,22 +82,17 @@ def test_a_wrong_block_changes_the_output(engine: Engine) -> None:
     engine.drain()
     local = engine.run(tokens)
     engine.forget()
-    layout = engine.worker.layouts[-1]  # the full-attention group
-    scatter = layout.scatter
-    wrong: list[int] = []
+    reversed_blocks: list[int] = []
 
-    def corrupting(block_ids: Any, rows: Any) -> None:
-        rows = rows.copy()
-        if not wrong:
-            rows[3] = rows[3][::-1]
-            wrong.append(int(block_ids[3]))
-        scatter(block_ids, rows)
+    def reverse_one(block_ids: Any, rows: Any) -> Any:
+        if reversed_blocks:
+            return ()
+        rows[3] = rows[3][::-1]
+        reversed_blocks.append(int(block_ids[3]))
+        return reversed_blocks
 
-    object.__setattr__(layout, "scatter", corrupting)
-    try:
+    with damaged_loads(engine.worker.layouts[-1], reverse_one) as wrong:  # the full-attention group
         damaged = engine.run(tokens)
-    finally:
-        object.__delattr__(layout, "scatter")
     assert wrong
     assert damaged.cached == local.cached
     assert not damaged.near(local)
