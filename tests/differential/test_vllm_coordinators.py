@@ -20,8 +20,7 @@ from kvpool.coordinator import Coordinator
 from kvpool.hashes import chain_hashes
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from tests.differential.oracle import Oracle, core_coordinator, vllm_spec
-from tests.unit.search_reference import drive, longest_hit, patterns, specs
-from tests.unit.test_coordinator import assert_loadable
+from tests.unit.search_reference import assert_loadable, drive, longest_hit, patterns, specs
 
 MANY = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]

@@ -14,8 +14,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvpool.coordinator import Coordinator, Hit, Probe
+from kvpool.keys import KeySpace, Namespace
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import ABSENT, PRESENT, Presence
+from kvpool.tokens import ChunkedTokenDatabase
 
 #: For each group, the hash indices under which something is stored.
 Stored = Mapping[int, Set[int]]
@@ -164,3 +166,11 @@ def patterns(draw: st.DrawFn, spec: CacheSpec, num_tokens: int) -> dict[int, set
             holes = 0
         stored[i] = {x for x in range(count) if rng.random() >= (holes if x < end else 1 - islands)}
     return stored
+
+
+def assert_loadable(hit: Hit, spec: CacheSpec, num_tokens: int, stored: Stored, local: int) -> None:
+    """All that a hit loads is stored."""
+    database = ChunkedTokenDatabase(spec, KeySpace(Namespace.of({}), spec))
+    for group in spec.cached_groups:
+        chunks = database.load_chunks(group, hit, local)
+        assert set(chunks.hash_ids.tolist()) <= stored[group], f"group {group} cannot load what was hit"

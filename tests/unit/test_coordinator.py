@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from kvpool import search as search_module
 from kvpool.coordinator import MAX_WAVES, Coordinator, Hit
 from kvpool.errors import StoreError
-from kvpool.keys import KeySpace, Namespace
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import PRESENT, UNKNOWN
-from kvpool.tokens import ChunkedTokenDatabase
-from tests.unit.search_reference import Stored, Trace, drive, everything, longest_hit, patterns, specs
+from tests.unit.search_reference import (
+    Stored,
+    Trace,
+    assert_loadable,
+    drive,
+    everything,
+    longest_hit,
+    patterns,
+    specs,
+)
 
 FULL_16 = CacheSpec((CacheGroup(Kind.FULL, 16),), 16)
 
@@ -52,13 +59,6 @@ def check(trace: Trace, spec: CacheSpec, num_tokens: int, stored: Stored, local:
     assert len(set(trace.asked)) == len(trace.asked), "nothing is asked twice"
     assert all(i in allowed[group] for group, i in trace.asked), "nothing outside the masks"
     assert_loadable(trace.hit, spec, num_tokens, stored, local)
-
-
-def assert_loadable(hit: Hit, spec: CacheSpec, num_tokens: int, stored: Stored, local: int) -> None:
-    database = ChunkedTokenDatabase(spec, KeySpace(Namespace.of({}), spec))
-    for group in spec.cached_groups:
-        chunks = database.load_chunks(group, hit, local)
-        assert set(chunks.hash_ids.tolist()) <= stored[group], f"group {group} cannot load what was hit"
 
 
 class TestSearch:

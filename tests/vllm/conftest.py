@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.engine import ENVIRONMENT
+from tests.vllm.faults import Faults
 from tests.vllm.models import write_deepseek_v3, write_llama, write_qwen3_next
 
 for _name, _value in ENVIRONMENT.items():
@@ -46,3 +47,9 @@ def mamba_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Multi-head latent attention: one latent a token, shared by all heads."""
     return write_deepseek_v3(tmp_path_factory.mktemp("models") / "tiny-deepseek-v3")
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    """What the store of a module's engine does wrong."""
+    return Faults(tmp_path_factory.mktemp("faults") / "script.json")

@@ -258,26 +258,6 @@ def prefix_caching_on() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def damaged_loads(layout: Any, damage: Callable[[Any, Any], Sequence[int]]) -> Iterator[list[int]]:
-    """Loads into this layout put wrong bytes into blocks; yields which ones.
-
-    ``damage`` gets block ids and a copy of their rows, which it changes, and returns the ids of the blocks it damaged.
-    """
-    scatter, wrong = layout.scatter, list[int]()
-
-    def damaging(block_ids: Any, rows: Any) -> None:
-        rows = rows.copy()
-        wrong.extend(damage(block_ids, rows))
-        scatter(block_ids, rows)
-
-    object.__setattr__(layout, "scatter", damaging)
-    try:
-        yield wrong
-    finally:
-        object.__delattr__(layout, "scatter")
-
-
 def _output(done: Any) -> Output:
     best = done.outputs[0]
     logprobs = tuple(max(entry.logprob for entry in step.values()) for step in best.logprobs or [])

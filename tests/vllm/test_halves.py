@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,11 @@ import pytest
 
 from kvpool.config import Config
 from kvpool.errors import ConfigError
-from kvpool.hashes import BlockHashes, chain_hashes
+from kvpool.hashes import BlockHashes
 from kvpool.memory import BlockLayout
 from kvpool.ranks import Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.transport import LookupResult
-from kvpool.vllm.messages import Job, Part, StepWork, WorkerReport
 from kvpool.vllm.scheduler import SchedulerSide
 from kvpool.vllm.worker import WorkerSide
 from tests.vllm.halves import (
@@ -33,18 +31,9 @@ from tests.vllm.halves import (
     scheduler,
     spec,
 )
+from tests.vllm.worker_half import job, step, until, work
 
 HANGS = "tests.vllm.hanging:HangingStore"
-
-
-def job(number: int, blocks: int = 4, seed: int = 0) -> Job:
-    hashes = chain_hashes(np.arange(blocks * BLOCK) + 1000 * seed, BLOCK)
-    ids = np.arange(blocks)
-    return Job(number, f"request-{number}", EPOCH, (Part(0, ids, hashes, ids + 1),))
-
-
-def work(loads: tuple[Job, ...] = (), saves: tuple[Job, ...] = ()) -> StepWork:
-    return StepWork(NAMESPACE, EPOCH, list(loads), list(saves), idle=True)
 
 
 @pytest.fixture
@@ -60,23 +49,6 @@ def workers() -> Iterator[Callable[..., WorkerSide]]:
     yield make
     for side in made:
         side.close()
-
-
-def step(side: WorkerSide, given: StepWork) -> WorkerReport:
-    side.submit(given)
-    side.collect(given)
-    return side.take_report() or WorkerReport()
-
-
-def until(side: WorkerSide, done: Callable[[WorkerReport], bool], given: StepWork) -> list[WorkerReport]:
-    """Steps until the summed reports satisfy ``done``; fails if that takes too long."""
-    reports, total, end = [step(side, given)], WorkerReport(), time.monotonic() + 20
-    total = total.aggregate(reports[0])
-    while not done(total):
-        assert time.monotonic() < end, total
-        reports.append(step(side, work()))
-        total = total.aggregate(reports[-1])
-    return [*reports, total]
 
 
 def test_a_rank_releases_each_job_once_over_all_steps(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
@@ -275,7 +247,7 @@ def test_a_mamba_state_is_saved_from_its_exact_block_and_pinned() -> None:
     ]
     assert [bytes(job.parts[0].hashes[0]) for job in states] == [request.block_hashes[1], request.block_hashes[7]]
     assert pool.pinned == 8 + 2
-    for job in (attention, *states):
-        side.take_report(reported(released={job.number: 1}, saved={job.number: (1, job is attention)}))
+    for saving in (attention, *states):
+        side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, saving is attention)}))
     assert pool.pinned == 0
     assert not side.build_work(output(request, 8 * BLOCK)).saves, "a state that was not stored is gone"

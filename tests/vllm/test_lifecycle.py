@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.vllm.engine import BLOCK, Engine, Output, prompt
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults") / "script.json")
+from tests.vllm.faults import Faults
 
 
 @pytest.fixture(scope="module", params=["model", pytest.param("hybrid_model", marks=pytest.mark.long)])
@@ -28,26 +23,6 @@ def engine(
     engine = Engine(model, config, kv_bytes=64 << 20, max_num_batched_tokens=512)  # prompts are computed in pieces
     yield engine
     engine.close()
-
-
-class Faults:
-    """What the engine's store does wrong, changed while it runs."""
-
-    def __init__(self, script: Path) -> None:
-        self.script = script
-
-    def url(self, store: str) -> dict[str, str]:
-        return {"url": "kvpool.testing.faults:FaultyStore", "store": store, "script": str(self.script)}
-
-    @contextmanager
-    def __call__(self, **fault: object) -> Iterator[None]:
-        fresh = self.script.with_suffix(".new")
-        fresh.write_text(json.dumps([fault]))
-        fresh.replace(self.script)
-        try:
-            yield
-        finally:
-            self.script.unlink()
 
 
 def test_abort_while_a_load_is_in_flight(engine: Engine, faults: Faults) -> None:

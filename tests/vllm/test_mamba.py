@@ -14,19 +14,9 @@ from typing import Any
 import pytest
 
 from kvpool.spec import Kind
-from tests.vllm.engine import Engine, damaged_loads, prompt
-from tests.vllm.test_lifecycle import Faults
-
-
-def start(model: Path, store: object, **options: Any) -> Engine:
-    """vLLM's kernels for these states take bf16 only."""
-    options = {"kv_bytes": 24 << 20, "max_num_batched_tokens": 1024, "dtype": "bfloat16", **options}
-    return Engine(model, {"store": store, "failed_key_ttl_s": 0}, **options)
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults") / "script.json")
+from tests.vllm.engine import Engine, prompt
+from tests.vllm.faults import Faults, damaged_loads
+from tests.vllm.mamba import block, group, start, whole
 
 
 @pytest.fixture(scope="module", params=["memory", "file"])
@@ -37,22 +27,6 @@ def engine(
     engine = start(mamba_model, faults.url(store))
     yield engine
     engine.close()
-
-
-def block(engine: Engine) -> int:
-    """Tokens of a block: vLLM makes it so large that a page of attention holds a state."""
-    size: int = engine.connector.spec.common_block
-    return size
-
-
-def group(engine: Engine, kind: Kind) -> int:
-    """The first group of this kind."""
-    return [g.kind for g in engine.connector.spec.groups].index(kind)
-
-
-def whole(engine: Engine, tokens: int) -> int:
-    """Tokens of the longest hit that a prompt of so many can have."""
-    return (tokens - 1) // block(engine) * block(engine)
 
 
 def test_an_external_hit_is_bitwise_equal_to_a_local_hit(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.vllm.messages import Job, StepWork
 from tests.vllm.engine import Engine, prompt
-from tests.vllm.test_mamba import block, start, whole
+from tests.vllm.mamba import block, start, whole
 
 
 @pytest.fixture

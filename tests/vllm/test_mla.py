@@ -19,9 +19,10 @@ from kvpool.memory import BlockLayout
 from kvpool.ranks import Parallel, Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.vllm.worker import WorkerSide
-from tests.vllm.engine import Engine, damaged_loads, prefix_caching_on, prompt
+from tests.vllm.engine import Engine, prefix_caching_on, prompt
+from tests.vllm.faults import damaged_loads
 from tests.vllm.halves import BLOCK
-from tests.vllm.test_halves import job, until, work
+from tests.vllm.worker_half import job, until, work
 
 LENGTH = 16 * 40
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.redis.server import RedisServer
-from tests.vllm.engine import BLOCK, Engine, Output, damaged_loads, prompt
+from tests.vllm.engine import BLOCK, Engine, Output, prompt
+from tests.vllm.faults import damaged_loads
 from tests.vllm.models import WINDOW
 from tests.vllm.other_process import run_engine
 
