@@ -133,6 +133,8 @@ def settings_advice(settings: Settings, config: object) -> Iterator[str]:
         yield "protocol=rdma is ignored: this machine has no RDMA device, so Mooncake goes on over TCP"
     if options.protocol == "tcp" and options.device:
         yield f"device={options.device} is ignored with protocol=tcp"
+    if options.host and not int(options.segment):
+        yield f"host={options.host} is ignored without segment=: nobody asks a client that lends no memory"
     if options.tenant:
         yield f"tenant={options.tenant} isolates nothing unless the master runs with --enable_multi_tenants"
     if options.soft_pin and not (hasattr(config, "soft_pin_action") or hasattr(config, "with_soft_pin")):

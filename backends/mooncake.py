@@ -231,8 +231,10 @@ class MooncakeStore(Store):
             left = await self._begun(keys, None, results, deadline)
             self._present.discard(keys)
             give_up = anyio.current_time() + REMOVE_S
-            pause, longest = REMOVE_PAUSES_S
-            while left and (now := anyio.current_time()) < deadline:
+            for pause in _pauses():
+                now = anyio.current_time()
+                if not left or now >= deadline:
+                    break
                 busy = []
                 for at in range(0, len(left), REMOVED_KEYS):
                     rows = left[at : at + REMOVED_KEYS]
@@ -240,7 +242,6 @@ class MooncakeStore(Store):
                 left = busy
                 if left:  # somebody reads them, or has asked for them: their lease ends by itself
                     await anyio.sleep_until(min(deadline, now + pause))
-                    pause = min(2 * pause, longest)
         return results
 
     async def _delete(
@@ -412,8 +413,9 @@ class MooncakeStore(Store):
         """Remove a damaged value as soon as nobody holds a lease on it. Until then the key counts as absent."""
         try:
             give_up = anyio.current_time() + REMOVE_S
-            pause, longest = REMOVE_PAUSES_S
-            while anyio.current_time() < give_up:
+            for pause in _pauses():
+                if anyio.current_time() >= give_up:
+                    break
                 try:
                     codes = await self._remove([self._prefix + key], give_up)
                 except StoreError:
@@ -421,7 +423,6 @@ class MooncakeStore(Store):
                 if codes and meaning_of(codes[0]) in (Meaning.OK, Meaning.ABSENT):
                     return
                 await anyio.sleep(pause)
-                pause = min(2 * pause, longest)
             logger.warning("%s: the damaged value of %s could not be removed", self._name, key[:100])
             self._stuck.add([key], anyio.current_time())
         finally:
@@ -467,3 +468,11 @@ class MooncakeStore(Store):
                     self._calls.discard(scope)
             if scope.cancelled_caught:
                 self._life.check()
+
+
+def _pauses() -> Iterator[float]:
+    """Between attempts to remove something."""
+    pause, longest = REMOVE_PAUSES_S
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)

@@ -16,11 +16,9 @@ tests/mooncake are there already.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -28,19 +26,19 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-__all__ = ["Master", "Mooncake", "Owner", "die_with_parent", "free_port"]
+from tests.process import ServerProcess, die_with_parent
+
+__all__ = ["Master", "Mooncake", "Owner", "free_port"]
 
 ROOT = Path(__file__).parents[2]
 _START_S = 30.0  # no server takes as long, unless it never comes
 _CALL_S = 60.0
-_libc = ctypes.CDLL(None, use_errno=True)
 _FRAME = struct.Struct("<Q")
 
 
@@ -59,12 +57,11 @@ def mooncake_file(name: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / name
 
 
-class _Server:
+class _Server(ServerProcess):
     """A process with a folder of its own for what it says. A context manager."""
 
     def __init__(self, name: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"kvpool-{name}-"))
-        self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -98,19 +95,6 @@ class _Server:
                 if stream is not None:
                     stream.close()
             self.process = None
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Connections stand, and nothing is answered."""
-        self.signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.signal(signal.SIGCONT)
-
-    def signal(self, number: signal.Signals) -> None:
-        if self.process is not None:
-            self.process.send_signal(number)
 
     def _run(self, command: Sequence[str | Path], pipes: bool = False, **environment: str) -> subprocess.Popen[bytes]:
         with open(self.folder / "log", "ab") as log:
@@ -272,8 +256,3 @@ def read(stream: IO[bytes]) -> tuple[Any] | None:
         return None
     data = stream.read(_FRAME.unpack(head)[0])
     return (pickle.loads(data),)
-
-
-def die_with_parent() -> None:
-    """For ``preexec_fn``: a test run that is killed leaves no process behind (PR_SET_PDEATHSIG)."""
-    _libc.prctl(1, signal.SIGKILL)

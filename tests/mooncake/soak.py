@@ -21,8 +21,9 @@ import anyio
 from kvpool.registry import create_store
 from kvpool.store import Store
 from tests.mooncake.faults import start
-from tests.mooncake.servers import ROOT, Mooncake, die_with_parent
+from tests.mooncake.servers import ROOT, Mooncake
 from tests.mooncake.traffic import Seen, Traffic
+from tests.process import die_with_parent
 
 __all__ = ["Report", "soak"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import signal
 import socket
@@ -17,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.process import ServerProcess, die_with_parent
+
 _START_S = 20.0  # no server takes as long, unless it never comes
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Refused(Exception):
@@ -94,7 +94,7 @@ class RawClient:
         self._sock.close()
 
 
-class RedisServer:
+class RedisServer(ServerProcess):
     """A server in a folder of its own, on a free loopback port and on a unix socket; keeps nothing on disk.
 
     ``options``: as in ``redis-server --option value``. A context manager; may be stopped and started again on the way.
@@ -113,7 +113,6 @@ class RedisServer:
         }
         self.arguments: list[str] = []
         self.options.update({name.replace("_", "-"): value for name, value in options.items()})
-        self._process: subprocess.Popen[bytes] | None = None
         self._raw: RawClient | None = None
 
     def __enter__(self) -> Self:
@@ -135,14 +134,14 @@ class RedisServer:
         options = {"port": self.port} | self.options
         words = [word for name, value in options.items() for word in (f"--{name}", *str(value).split(" "))]
         words[:0] = [find_server(), *self.arguments]
-        self._process = subprocess.Popen(words, preexec_fn=_die_with_parent)
+        self.process = subprocess.Popen(words, preexec_fn=die_with_parent)
         give_up = time.monotonic() + _START_S
         while True:
             try:
                 self._connect().close()
                 return
             except OSError:
-                if self._process.poll() is not None or time.monotonic() > give_up:
+                if self.process.poll() is not None or time.monotonic() > give_up:
                     log = self.folder / "log"
                     said = log.read_text() if log.exists() else "nothing"
                     raise RuntimeError(f"{words} does not start; it said:\n{said}") from None
@@ -151,24 +150,11 @@ class RedisServer:
     def kill(self) -> None:
         """As a crash: at once, and nothing is kept."""
         self.signal(signal.SIGKILL)
-        assert self._process is not None
-        self._process.wait()
+        assert self.process is not None
+        self.process.wait()
         if self._raw is not None:
             self._raw.close()
             self._raw = None
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Connections stand, and nothing is answered."""
-        self.signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.signal(signal.SIGCONT)
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
 
     @property
     def raw(self) -> RawClient:
@@ -193,11 +179,6 @@ class RedisServer:
             sock.close()
             raise
         return sock
-
-
-def _die_with_parent() -> None:
-    """In the new process: a test run that is killed leaves no server behind (PR_SET_PDEATHSIG)."""
-    _libc.prctl(1, signal.SIGKILL)
 
 
 @contextmanager

@@ -136,6 +136,8 @@ def test_what_is_wrong_with_the_environment(before: dict[str, str], too_late: bo
         ("soft_pin=true", {}, ["soft_pin is ignored"]),
         ("preferred_segment=a:1", {}, ["preferred_segment is ignored"]),
         ("tenant=blue", {}, ["--enable_multi_tenants"]),
+        ("host=10.0.0.7", {}, ["host=10.0.0.7 is ignored without segment="]),
+        ("host=10.0.0.7&segment=1GiB", {}, []),
         ("device=mlx5_0", {}, ["device=mlx5_0 is ignored"]),
         ("protocol=rdma", {}, ["no RDMA device"]),
     ],
