@@ -98,41 +98,51 @@ class Coordinator:
     # -- storing
 
     def store_mask(
-        self, aligned_len: int, start_token: int = 0, num_prompt_tokens: int | None = None
+        self,
+        aligned_len: int,
+        start_token: int = 0,
+        num_prompt_tokens: int | None = None,
+        shared_tokens: int = 0,
     ) -> tuple[Mask | None, ...]:
         """For each group, which chunks a later hit can use and are stored by their position; None means all.
 
         bool over the whole chunks from ceil(``start_token`` / block size) to ``aligned_len`` (rounded down to the
         alignment). With sparse retention the places where a replay of the prompt (``num_prompt_tokens``) resumes are
-        kept too. Mamba states are never stored by position, as the engine moves and drops them: all False here, see
-        :meth:`boundary_mask`.
+        kept too, and the one where a third prompt resumes that shares its first ``shared_tokens`` with it, as an
+        earlier one did. Mamba states are never stored by position, as the engine moves and drops them: all False here,
+        see :meth:`boundary_mask`.
         """
-        resume_at = self._resume_at(num_prompt_tokens)
+        resume_at = self._resume_at(num_prompt_tokens, shared_tokens)
         return self._masks(start_token, aligned_len, self.spec.retention_interval, resume_at, exact_mamba=True)
 
     def boundary_mask(
-        self, aligned_len: int, start_token: int = 0, num_prompt_tokens: int | None = None
+        self,
+        aligned_len: int,
+        start_token: int = 0,
+        num_prompt_tokens: int | None = None,
+        shared_tokens: int = 0,
     ) -> tuple[Mask | None, ...]:
         """Like :meth:`store_mask` with the Mamba states that a later hit can use: chunk i is the state at its end.
 
         For engines that hand over the exact block of a state (:meth:`ChunkedTokenDatabase.boundary`).
         """
-        resume_at = self._resume_at(num_prompt_tokens)
+        resume_at = self._resume_at(num_prompt_tokens, shared_tokens)
         return self._masks(start_token, aligned_len, self.spec.retention_interval, resume_at, exact_mamba=False)
 
-    def _resume_at(self, num_prompt_tokens: int | None) -> tuple[int, ...]:
-        """Where a later request that repeats this prompt resumes.
+    def _resume_at(self, num_prompt_tokens: int | None, shared_tokens: int) -> tuple[int, ...]:
+        """Where a later request that repeats this prompt resumes, or its first ``shared_tokens``, unless 0.
 
         An identical prompt computes its last token again, a longer one goes on from the last whole common block; where
         a drafter reads on (never in Mamba groups) both lose one common block.
         """
+        shared = (shared_tokens,) if shared_tokens else ()
         if num_prompt_tokens is None:
-            return ()
+            return shared
         if not any(self.spec.eagle_margin(i) for i in self.spec.cached_groups):
-            return (num_prompt_tokens - 1,)
+            return (num_prompt_tokens - 1, *shared)
         block = self.spec.common_block
         ends = {(num_prompt_tokens - 1) // block, num_prompt_tokens // block}
-        return tuple(sorted({max(end - 1, 0) * block for end in ends}))
+        return (*sorted({max(end - 1, 0) * block for end in ends}), *shared)
 
     def _masks(
         self, start_token: int, num_tokens: int, retention: int | None, resume_at: tuple[int, ...], exact_mamba: bool

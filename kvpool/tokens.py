@@ -168,23 +168,32 @@ class ChunkedTokenDatabase:
             chunks.hash_ids[-1] = hit.boundaries[group] // self.spec.hash_block_size - 1
         return chunks
 
-    def save_chunks(self, start: int, end: int, num_prompt_tokens: int | None = None) -> list[tuple[int, Chunks]]:
+    def save_chunks(
+        self, start: int, end: int, num_prompt_tokens: int | None = None, shared_tokens: int = 0
+    ) -> list[tuple[int, Chunks]]:
         """What a save of the tokens from ``start`` to ``end`` takes, for each cached group.
 
         The chunks that :meth:`Coordinator.store_mask` allows; ``end`` is rounded down to the alignment. There must be
         hashes up to there.
         """
-        found = self._save_set(start, end, num_prompt_tokens)
+        found = self._save_set(start, end, num_prompt_tokens, shared_tokens)
         ids, ends = found.ids + start // found.blocks, found.ends + start
         hash_ids = found.hash_ids + start // self.spec.hash_block_size
         return [(group, Chunks(ids[rows], ends[rows], hash_ids[rows])) for group, rows in found.rows]
 
-    def save_keys(self, hashes: BlockHashes, start: int, end: int, num_prompt_tokens: int | None = None) -> list[str]:
+    def save_keys(
+        self,
+        hashes: BlockHashes,
+        start: int,
+        end: int,
+        num_prompt_tokens: int | None = None,
+        shared_tokens: int = 0,
+    ) -> list[str]:
         """The keys of :meth:`save_chunks`, group by group, of the shards that this rank holds."""
-        found = self._save_set(start, end, num_prompt_tokens)
+        found = self._save_set(start, end, num_prompt_tokens, shared_tokens)
         return self.keyspace.prefixed(found.prefixes, hashes, found.hash_ids, start // self.spec.hash_block_size)
 
-    def _save_set(self, start: int, end: int, num_prompt_tokens: int | None) -> _SaveSet:
+    def _save_set(self, start: int, end: int, num_prompt_tokens: int | None, shared_tokens: int) -> _SaveSet:
         """Without sparse retention a span takes the same wherever it starts, but for the first block of EAGLE.
 
         So it is worked out once for each length: an engine saves what it computes in a step, and steps are alike. Five
@@ -195,7 +204,7 @@ class ChunkedTokenDatabase:
         key = end - start, start == 0
         if moves and (found := self._save_sets.get(key)) is not None:
             return found
-        masks = self.coordinator.store_mask(end, start, num_prompt_tokens)
+        masks = self.coordinator.store_mask(end, start, num_prompt_tokens, shared_tokens)
         num_hashes = end // self.spec.hash_block_size
         parts = [
             (g, self.chunks(self.spec.align(end), num_hashes, start, masks[g], group=g))

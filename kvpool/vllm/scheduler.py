@@ -400,7 +400,9 @@ class SchedulerSide:
     def _save_job(self, state: _RequestState, due: SaveRange, tables: Sequence[list[int]]) -> Job | None:
         """The chunks of a range that a later hit can use and that still have a block; None if there are none."""
         request = state.request
-        wanted = self._database.save_chunks(due.start, due.end, request.num_prompt_tokens)
+        # vLLM has seen another prompt leave this one there, and keeps the place for a third.
+        shared = request.shared_prefix_boundary
+        wanted = self._database.save_chunks(due.start, due.end, request.num_prompt_tokens, shared)
         job = self._job(state, {g: self._database.blocks(g, chunks, tables[g]) for g, chunks in wanted})
         return job if job.parts else None
 

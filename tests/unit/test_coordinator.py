@@ -311,6 +311,15 @@ class TestMasks:
         # An aligned prompt: its replay resumes one block lower than a longer prompt does.
         assert mask(0, eagle=True, prompt=64) == [0] * 7 + [1, 1] + [0, 0, 1, 1] + [0] * 11
 
+    def test_retention_keeps_the_place_where_another_prompt_has_left_this_one(self) -> None:
+        """A third one that shares as much resumes there."""
+        spec = CacheSpec((CacheGroup(Kind.FULL, 16), window(4, 5)), 4, retention_interval=0)
+        (_, alone), (_, shared) = (Coordinator(spec).store_mask(96, 0, 70, shared) for shared in (0, 40))
+        assert alone is not None
+        assert shared is not None
+        assert alone.nonzero()[0].tolist() == [15]
+        assert shared.nonzero()[0].tolist() == [7, 15], "32 is the last common block below 40"
+
     def test_mamba_states_have_no_drafter_so_a_replay_loses_no_block(self) -> None:
         groups = (CacheGroup(Kind.FULL, 16), CacheGroup(Kind.MAMBA, 16, eagle=True))
         for spec in (

@@ -38,6 +38,7 @@ class FakeRequest:
         self.num_computed_tokens = 0
         self.lora_request = None
         self.skip_reading_prefix_cache = False
+        self.shared_prefix_boundary = 0
 
 
 class FakePool:
