@@ -34,8 +34,10 @@ Value = npt.NDArray[np.uint8]
 #: What :meth:`Results.set` takes for one key.
 _Outcome: TypeAlias = tuple[Status, int] | tuple[Status, int, Exception]
 
-_SLICE_BYTES = 1 << 20  # copied between two checkpoints: about 0.1 ms of the loop's time
-_KEY_COST = 1 << 12  # a key takes about as long as copying this many bytes
+_TURN_BYTES = 3 << 19  # copied between two checkpoints, and one piece more: 0.1 to 0.2 ms of the loop's time
+_PIECE_BYTES = 1 << 20  # copied at once
+_FRESH_COST = 2  # memory that is written to for the first time takes so many times as long
+_KEY_COST = 1 << 14  # a key takes about as long as copying this many bytes
 _WINDOW = 1024  # keys probed under one hold of the lock
 
 
@@ -192,13 +194,14 @@ class MemoryStore(Store):
         with self._life.call():
             turns = _Turns(self._life, deadline)
             for start in range(0, len(keys), _WINDOW):
-                if not await turns.take(_WINDOW * _KEY_COST):
+                if not (turns.spend(_WINDOW * _KEY_COST) or await turns.next(_WINDOW * _KEY_COST)):
                     break
                 there = self._pool.touch(keys[start : start + _WINDOW])
                 found[start : start + len(there)] = np.where(there, PRESENT, ABSENT)
         return found
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+        check_batch(keys, into)
         sizes = into.nbytes.tolist()
 
         async def get(i: int, turns: _Turns) -> _Outcome:
@@ -209,15 +212,16 @@ class MemoryStore(Store):
                 return Status.CORRUPT, 0, WrongLength(value.nbytes, sizes[i])
             start = 0
             for piece in _slices(into.views(i)):
-                if not await turns.take(piece.nbytes):
+                if not (turns.spend(piece.nbytes) or await turns.next(piece.nbytes)):
                     return Status.TIMED_OUT, 0
                 np.copyto(piece, value[start : start + piece.nbytes])
                 start += piece.nbytes
             return Status.OK, start
 
-        return await self._each(keys, get, deadline, into)
+        return await self._each(keys, get, deadline, self._copying)
 
     async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
+        check_batch(keys, source)
         sizes = source.nbytes.tolist()
 
         async def put(i: int, turns: _Turns) -> _Outcome:
@@ -228,14 +232,14 @@ class MemoryStore(Store):
             value = np.empty(sizes[i], np.uint8)
             start = 0
             for piece in _slices(source.views(i)):
-                if not await turns.take(piece.nbytes):
+                if not (turns.spend(piece.nbytes * _FRESH_COST) or await turns.next(piece.nbytes * _FRESH_COST)):
                     return Status.TIMED_OUT, 0
                 np.copyto(value[start : start + piece.nbytes], piece)
                 start += piece.nbytes
             stored = self._pool.add(keys[i], value)
             return (Status.REJECTED, 0) if stored is None else (Status.OK, start if stored else 0)
 
-        return await self._each(keys, put, deadline, source)
+        return await self._each(keys, put, deadline, self._copying)
 
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
         async def delete(i: int, turns: _Turns) -> _Outcome:
@@ -270,21 +274,20 @@ class MemoryStore(Store):
         keys: Sequence[str],
         step: Callable[[int, _Turns], Awaitable[_Outcome]],
         deadline: float,
-        buffers: Buffers | None = None,
+        queue: anyio.Lock | None = None,
     ) -> Results:
-        check_batch(keys, buffers)
         results = Results.empty(len(keys), Status.TIMED_OUT)
         with self._life.call():
-            turns = _Turns(self._life, deadline, self._copying if buffers is not None else None)
+            turns = _Turns(self._life, deadline, queue)
             for i in range(len(keys)):
-                if not await turns.take(_KEY_COST):
+                if not (turns.spend(_KEY_COST) or await turns.next(_KEY_COST)):
                     break
                 results.set(i, *await step(i, turns))
         return results
 
 
 class _Turns:
-    """Gives the loop a turn for each 1 MiB of work; notices there that the deadline has passed or the store closed.
+    """Gives the loop a turn for each slice of work; notices there that the deadline has passed or the store closed.
 
     ``queue``: who has the same one works in another turn: 32 calls at once hold the loop up for no longer than one.
     """
@@ -294,22 +297,28 @@ class _Turns:
         self._life = life
         self._deadline = deadline
         self._left = 0
-        self._late = False
 
-    async def take(self, nbytes: int) -> bool:
-        """About to do this much. False: the deadline has passed."""
+    def spend(self, nbytes: int) -> bool:
+        """Before so much work: whether this turn has room for it; otherwise :meth:`next` comes first."""
+        if self._left <= 0:
+            return False
         self._left -= nbytes
-        if self._left < 0:
-            self._left = _SLICE_BYTES - nbytes
-            async with self._queue:
-                await anyio.lowlevel.checkpoint()
-            self._life.check()
-            self._late = anyio.current_time() >= self._deadline
-        return not self._late
+        return True
+
+    async def next(self, nbytes: int) -> bool:
+        """Wait for another turn, for so much work. False: the deadline has passed."""
+        self._left = _TURN_BYTES - nbytes
+        async with self._queue:
+            await anyio.lowlevel.checkpoint()
+        self._life.check()
+        return anyio.current_time() < self._deadline
 
 
 def _slices(pieces: Iterable[memoryview]) -> Iterator[Value]:
     """The pieces as arrays of at most 1 MiB."""
     for piece in pieces:
         array = np.frombuffer(piece, np.uint8)
-        yield from (array[at : at + _SLICE_BYTES] for at in range(0, array.nbytes, _SLICE_BYTES))
+        if array.nbytes <= _PIECE_BYTES:
+            yield array
+        else:
+            yield from (array[at : at + _PIECE_BYTES] for at in range(0, array.nbytes, _PIECE_BYTES))

@@ -116,7 +116,7 @@ async def test_other_tasks_get_turns_while_much_is_moved() -> None:
         assert turns >= 6
         turns = 0
         await get(store, ["k"], [size])
-        assert turns >= 6
+        assert turns >= 4, "a turn moves 2 MiB or so"
         turns = 0
         await store.exists([str(i) for i in range(10_000)])
         assert turns >= 9
