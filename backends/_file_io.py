@@ -53,9 +53,9 @@ def move_all(
     done = 0
     while views and done < enough:
         moved = move(fd, views[:_PIECES], done)
-        if not moved:
-            break
         done += moved
+        if not moved or done >= enough:
+            break
         while views and moved >= views[0].nbytes:
             moved -= views.pop(0).nbytes
         if moved:

@@ -140,7 +140,7 @@ class Tree:
     def read(self, key: str, pieces: Sequence[memoryview]) -> None:
         """Fill ``pieces``. Raises FileNotFoundError, :class:`Damaged` or :class:`WrongSize`."""
         parent, fan, name = form.place_of(key)
-        directory = io.open_directory(fan, self._parent(parent), create=False)
+        directory = os.open(fan, io.DIRECTORY, dir_fd=self._parent(parent))
         try:
             fd = os.open(name, _READ, dir_fd=directory)
             try:
@@ -272,7 +272,7 @@ class Tree:
         with self._new_file(directory) as (fd, source, source_dir):
             views = [memoryview(form.header(key, pieces, self._checksum)), *pieces]
             wanted = sum(v.nbytes for v in views)
-            if io.move_all(os.pwritev, fd, views) != wanted:
+            if io.move_all(os.pwritev, fd, views, enough=wanted) != wanted:
                 raise OSError(errno.EIO, "the file could not be written in full")
             try:
                 os.link(source, name, src_dir_fd=source_dir, dst_dir_fd=directory, follow_symlinks=True)

@@ -1,11 +1,13 @@
 """Moving values through the stores, against the raw client on the same buffers.
 
-``python -m benchmarks.data_path [--json FILE] [--runs 9] [--only memory,file,redis,unix]``
+``python -m benchmarks.data_path [--json FILE] [--runs 9] [--only memory,file,redis,redis_unix]``
 
 16 values of 1 MiB each way, in turns: with the raw client (memcpy; open, preadv or pwritev, name and close; a blocking
 socket that receives into the caller's memory), through the ``Store`` with checksums off and on, and through
 ``KVPool.load`` and ``save`` of blocks of 32 pieces. The last is compared with the raw client on the pieces themselves.
 The server is real, and started by this script. Ratios are raw time / ours: 1 is as fast.
+
+``file_*_floor`` is the raw client in a worker thread: what nothing that keeps file calls off its event loop can beat.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kvpool.pool import KVPool, Transfer
 from kvpool.registry import create_store
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.store import Results, Store
+from kvpool.threads import Threads
 from tests.redis.server import RedisServer
 
 VALUES, VALUE_BYTES, PIECES = 16, 1 << 20, 32
@@ -175,7 +178,7 @@ def redis(unix: bool = False) -> Iterator[tuple[Raw, str, str]]:
         raw.close()
 
 
-VALUE_SIDES = {"raw", "store off", "store on"}  # the others move blocks
+VALUE_SIDES = {"raw", "raw thread", "store off", "store on"}  # the others move blocks
 PLACES: dict[str, Callable[[], AbstractContextManager[tuple[Raw, str, str]]]] = {
     "memory": memory,
     "file": files,
@@ -218,6 +221,12 @@ def raw_side(raw: Raw, names: Sequence[str], values: Views) -> Side:
     return Side(put, get, partial(call, raw.clear, names))
 
 
+def thread_side(raw: Raw, names: Sequence[str], values: Views) -> Side:
+    threads = Threads(1)
+    put, get = (partial(threads.run, way, names, values) for way in (raw.put, raw.get))
+    return Side(put, get, partial(threads.run, raw.clear, names))
+
+
 def store_side(store: Store, keys: Sequence[str], values: Buffers) -> Side:
     async def call(way: Callable[..., Awaitable[Results]]) -> None:
         check(await way(keys, values))
@@ -250,6 +259,8 @@ async def measure(place: str, runs: int) -> dict[str, dict[str, list[float]]]:
             "raw": raw_side(raw, names, [[value.data] for value in memory]),
             "raw blocks": raw_side(raw, [f"{name}b" for name in names], blocks.views),
         }
+        if place == "file":
+            sides["raw thread"] = thread_side(raw, [f"{name}t" for name in names], [[value.data] for value in memory])
         for checks, url in zip(("off", "on"), urls, strict=True):
             store = await stack.enter_async_context(create_store(url))
             sides[f"store {checks}"] = store_side(store, [f"bench/0.0/{name}" for name in names], buffers)
@@ -295,6 +306,8 @@ def ratios(found: dict[str, dict[str, list[float]]], place: str) -> dict[str, li
                 (verb, f"pool {checks}", "raw blocks"),
             ):
                 rows[f"{place}_{row}{tail}"] = [a / b for a, b in zip(times[raw], times[ours], strict=True)]
+        if "raw thread" in times:
+            rows[f"{place}_{op}_floor"] = [a / b for a, b in zip(times["raw"], times["raw thread"], strict=True)]
     return rows
 
 
@@ -314,7 +327,7 @@ async def main() -> None:
         for name, each in ratios(found, place).items():
             print(f"{name:28}{median(each):7.2f} ({min(each):.2f} to {max(each):.2f})")
             report["ratios"][name] = round(median(each), 3)
-            if not name.endswith("_checked"):
+            if not name.endswith(("_checked", "_floor")):
                 report["bounds"][name] = BOUND
         for op, times in found.items():
             print("   ", op, ", ".join(f"{name} {median(each) * 1e3:.2f}" for name, each in times.items()), "ms")

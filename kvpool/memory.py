@@ -144,11 +144,13 @@ class Buffers:
 
     def views(self, i: int) -> list[memoryview]:
         """The non-empty pieces of key ``i`` in order, writable; host memory only."""
-        return [
-            self.regions[r].view[o : o + s]
-            for r, o, s in zip(self.region.tolist(), self.offsets[i].tolist(), self.sizes[i].tolist(), strict=True)
-            if s
-        ]
+        places = zip(self._columns, self.offsets[i].tolist(), self.sizes[i].tolist(), strict=True)
+        return [region[start : start + size] for region, start, size in places if size]
+
+    @cached_property
+    def _columns(self) -> list[memoryview]:
+        """The region that each column of pieces lies in."""
+        return [self.regions[r].view for r in self.region.tolist()]
 
     def select(self, index: npt.ArrayLike) -> Buffers:
         """The buffers of some keys, by index or mask, in the order given."""

@@ -30,7 +30,7 @@ class Threads:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self._slots: anyio.CapacityLimiter | None = None
+        self._slots: anyio.Semaphore | None = None
         self._unlimited: anyio.CapacityLimiter | None = None
 
     async def run(self, fn: Callable[[*Ts], T], *args: *Ts, stop: Callable[[], None] | None = None) -> T:
@@ -40,7 +40,8 @@ class Threads:
         begun: then it never does). So give ``fn`` work of bounded length, or ``stop``, which is called when the caller
         is cancelled, perhaps after ``fn`` has ended, and makes it end soon. Raises what ``fn`` raises.
         """
-        self._slots = self._slots or anyio.CapacityLimiter(self.n)
+        # Unlike a CapacityLimiter it takes no turn of the loop when a slot is free.
+        self._slots = self._slots or anyio.Semaphore(self.n, fast_acquire=True)
         async with self._slots:
             result: T = await blocking_calls.get()(self, fn, args, stop)
             return result
