@@ -1,7 +1,7 @@
 """Traffic for minutes while things break at random: no crash, no hang, no wrong byte, memory and descriptors flat.
 
-``python -m tests.mooncake.namespace python -m tests.mooncake.soak SECONDS [SEED]`` prints a line for each fault. The
-exit code is 0 if no byte was wrong.
+``python -m tests.mooncake.namespace python -m tests.mooncake.soak SECONDS [SEED] [--zero-copy]`` prints a line for each
+fault. The exit code is 0 if no byte was wrong. With ``--zero-copy`` Mooncake reads and writes the traffic's own memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Self
 
 import anyio
+import numpy as np
 
+from kvpool.backends.mooncake import MooncakeStore
+from kvpool.memory import Region
 from kvpool.registry import create_store
 from kvpool.store import Store
 from tests.mooncake.faults import start
 from tests.mooncake.servers import ROOT, Mooncake
-from tests.mooncake.traffic import Seen, Traffic
+from tests.mooncake.traffic import ROOM, Seen, Traffic
 from tests.process import die_with_parent
 
 __all__ = ["Report", "soak"]
@@ -72,10 +75,12 @@ class Report:
         return Use(rise(lambda u: u.mib), int(rise(lambda u: u.descriptors)), int(rise(lambda u: u.threads)))
 
 
-async def soak(seconds: float, seed: int, say: Callable[[str], None] = lambda text: None) -> Report:
+async def soak(
+    seconds: float, seed: int, say: Callable[[str], None] = lambda text: None, *, zero_copy: bool = False
+) -> Report:
     """Raises TimeoutError if a fault does not heal, RuntimeError if the other process fails."""
     with Mooncake(owners=2, memory=64 << 20) as mooncake, Neighbour(mooncake.url) as neighbour:
-        return await Soak(mooncake, neighbour, seed, say).run(seconds)
+        return await Soak(mooncake, neighbour, seed, say, zero_copy).run(seconds)
 
 
 class Neighbour:
@@ -106,8 +111,11 @@ class Neighbour:
 
 
 class Soak:
-    def __init__(self, mooncake: Mooncake, neighbour: Neighbour, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, mooncake: Mooncake, neighbour: Neighbour, seed: int, say: Callable[[str], None], zero_copy: bool
+    ) -> None:
         self._mooncake = mooncake
+        self._zero_copy = zero_copy
         self._neighbour = neighbour
         self._choose = random.Random(seed)
         self._say = say
@@ -129,9 +137,11 @@ class Soak:
             # The store closes while there is traffic on it.
             async with (
                 anyio.create_task_group() as tasks,
-                create_store(self._mooncake.url + STORE) as store,
+                MooncakeStore(self._mooncake.url + STORE + "&zero_copy=yes" * self._zero_copy) as store,
             ):
-                traffic = [Traffic(store, f"{lives}/{n}", n) for n in range(2)]
+                rooms = [np.zeros(ROOM, np.uint8) for _ in range(2)] if self._zero_copy else [None, None]
+                await store.register([Region.of(room) for room in rooms if room is not None])
+                traffic = [Traffic(store, f"{lives}/{n}", n, room) for n, room in enumerate(rooms)]
                 self._report.seen += [each.seen for each in traffic]
                 for each in traffic:
                     tasks.start_soon(each.run)
@@ -144,7 +154,7 @@ class Soak:
         """One fault, from which all must recover."""
         fault = self._choose.choice(self._faults)
         begin = time.monotonic()
-        with anyio.fail_after(PATIENCE_S + LONGEST_S):
+        with anyio.fail_after(PATIENCE_S + 4 * LONGEST_S):
             await fault(store)
             broken = time.monotonic()
             for each in traffic:
@@ -171,7 +181,7 @@ class Soak:
 
     async def _owner_frozen(self, store: Store) -> None:
         with self._choose.choice(self._mooncake.owners).frozen():
-            await self._a_while()
+            await self._a_while(4 * LONGEST_S)  # the master may forget it meanwhile, and transfers time out
 
     async def _owner_killed(self, store: Store) -> None:
         owner = self._choose.choice(self._mooncake.owners)
@@ -190,8 +200,8 @@ class Soak:
             with anyio.move_on_after(self._choose.uniform(0, 0.05)):
                 await traffic.round()
 
-    async def _a_while(self) -> None:
-        await anyio.sleep(self._choose.uniform(0, LONGEST_S))
+    async def _a_while(self, longest: float = LONGEST_S) -> None:
+        await anyio.sleep(self._choose.uniform(0, longest))
 
 
 async def neighbour(url: str) -> None:
@@ -202,8 +212,8 @@ async def neighbour(url: str) -> None:
             assert not traffic.seen.wrong, traffic.seen.wrong
 
 
-def main(seconds: float, seed: int) -> None:
-    report = anyio.run(lambda: soak(seconds, seed, lambda text: print(text, flush=True)))
+def main(seconds: float, seed: int, zero_copy: bool) -> None:
+    report = anyio.run(lambda: soak(seconds, seed, lambda text: print(text, flush=True), zero_copy=zero_copy))
     rounds = sum(seen.rounds for seen in report.seen)
     values = sum(seen.statuses["get"]["OK"] for seen in report.seen)
     print(f"seed {seed}: {report.faults.total()} faults, {rounds:,} rounds, {values:,} values loaded and compared")
@@ -215,4 +225,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "neighbour":
         anyio.run(neighbour, sys.argv[2])
     else:
-        main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(1 << 16))
+        numbers = [word for word in sys.argv[1:] if word != "--zero-copy"]
+        seed = int(numbers[1]) if len(numbers) > 1 else random.randrange(1 << 16)
+        main(float(numbers[0]), seed, "--zero-copy" in sys.argv)

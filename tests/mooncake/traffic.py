@@ -11,22 +11,27 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import anyio
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvpool.errors import StoreClosed, StoreError
 from kvpool.memory import Buffers
 from kvpool.store import PRESENT, Status, Store
 
-__all__ = ["Seen", "Traffic", "size_of", "value_of"]
+__all__ = ["ROOM", "Seen", "Traffic", "size_of", "value_of"]
+
+Bytes = npt.NDArray[np.uint8]
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
 KEYS = 6  # put in one round
 OLD = 200  # keys remembered for later rounds
 DEADLINE_S = 1.0  # of each call
 PAUSE_S = 0.02
+ROOM = 4 << 20  # bytes: all values of one call
 PRESENCE = ("ABSENT", "PRESENT", "UNKNOWN")
 
 
@@ -54,11 +59,18 @@ class Seen:
 
 
 class Traffic:
-    """Rounds of calls on one store. ``name`` keeps its keys apart from others'."""
+    """Rounds of calls on one store. ``name`` keeps its keys apart from others'.
 
-    def __init__(self, store: Store, name: str = "traffic", seed: int = 0) -> None:
+    ``room``: ROOM bytes that are registered with the store; values lie there, and nothing may come in between calls.
+    """
+
+    def __init__(self, store: Store, name: str = "traffic", seed: int = 0, room: Bytes | None = None) -> None:
         self.store = store
         self.seen = Seen()
+        self._room = room
+        self._left = (
+            np.zeros(0, np.uint8) if room is None else room.copy()
+        )  # what was in it when the last call had returned
         self._name = name
         self._choose = random.Random(seed)
         self._old: deque[str] = deque(maxlen=OLD)
@@ -101,9 +113,11 @@ class Traffic:
 
     async def put(self, keys: Sequence[str]) -> list[bool]:
         """Which of them are stored now."""
-        values = Buffers.of(*map(value_of, keys))
+        memory = self._memory(keys)
+        for piece, key in zip(memory, keys, strict=True):
+            piece[:] = value_of(key)
         with self._call() as deadline:
-            results = await self.store.put(keys, values, deadline=deadline)
+            results = await self.store.put(keys, Buffers.of(*memory), deadline=deadline)
         self._note("put", _names(results.status), results.errors.values())
         return list(results.ok.tolist())
 
@@ -123,20 +137,33 @@ class Traffic:
 
     async def get(self, keys: Sequence[str]) -> list[bool]:
         """Which of them came, and were compared."""
-        memory = [bytearray(size_of(key)) for key in keys]
+        memory = self._memory(keys)
         with self._call() as deadline:
             results = await self.store.get_into(keys, Buffers.of(*memory), deadline=deadline)
         self._note("get", _names(results.status), results.errors.values())
         ok: list[bool] = results.ok.tolist()
         self.seen.wrong += [
-            key for key, found, good in zip(keys, memory, ok, strict=True) if good and found != value_of(key)
+            key for key, found, good in zip(keys, memory, ok, strict=True) if good and bytes(found) != value_of(key)
         ]
         return ok
+
+    def _memory(self, keys: Sequence[str]) -> list[memoryview]:
+        """Room for the values of these keys, with zeros."""
+        if self._room is None:
+            return [memoryview(bytearray(size_of(key))) for key in keys]
+        self.seen.wrong += [] if np.array_equal(self._room, self._left) else ["written when its call had returned"]
+        self._room[:] = 0
+        ends = np.cumsum([size_of(key) for key in keys]).tolist()
+        return [self._room[start:end].data for start, end in pairwise([0, *ends])]
 
     @contextmanager
     def _call(self) -> Iterator[float]:
         begin = time.monotonic()
-        yield anyio.current_time() + DEADLINE_S
+        try:
+            yield anyio.current_time() + DEADLINE_S
+        finally:
+            if self._room is not None:
+                self._left = self._room.copy()
         self.seen.slowest_s = max(self.seen.slowest_s, time.monotonic() - begin)
 
     def _note(self, op: str, statuses: Iterable[str], errors: Iterable[Exception]) -> None:
