@@ -32,10 +32,21 @@ from kvpool.backends._mooncake_url import (
 from kvpool.deadlines import fail_at
 from kvpool.errors import ConfigError, StoreError
 
-__all__ = ["Connected", "Native", "close", "connect", "local_address", "placement_advice", "put_aside"]
+__all__ = [
+    "Connected",
+    "Native",
+    "close",
+    "connect",
+    "gives_sign_of_life",
+    "local_address",
+    "placement_advice",
+    "put_aside",
+]
 
 #: A request of Mooncake's RPC protocol (coro_rpc) for no function; a master that is alive answers with an error.
 _PING = b"\x15" + bytes(19)
+#: A request of its transfer engine's handshake, for metadata: length, kind, an empty JSON object.
+_OWNER_PING = b"\x03" + bytes(7) + b"\x01{}"
 #: Clients put aside in one process, at most; for more the oldest is closed.
 _MOST_ASIDE = 8
 #: Options that a client is set up with, or puts with.
@@ -62,6 +73,8 @@ class Native(Protocol):
     def batch_get_into_multi_buffers(
         self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]], /
     ) -> list[int]: ...
+
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]: ...  # of newer versions
 
     def get_size(self, key: str) -> int: ...
 
@@ -114,6 +127,21 @@ async def local_address(settings: Settings, deadline: float) -> str:
     if reply != _PING[:1]:
         raise StoreError(f"what answers at {place} is no mooncake_master")
     return settings.options.host or name
+
+
+async def gives_sign_of_life(owner: str, deadline: float) -> bool:
+    """Whether an owner of memory (``host:port``) answers before the deadline. One that is frozen takes connections."""
+    host, _, port = owner.rpartition(":")
+    try:
+        with fail_at(deadline):
+            async with await anyio.connect_tcp(host.strip("[]"), int(port)) as stream:
+                await stream.send(_OWNER_PING)
+                await stream.receive(1)
+    except anyio.EndOfStream:
+        return True  # it did not like the question
+    except (OSError, TimeoutError, ValueError, anyio.BrokenResourceError):
+        return False
+    return True
 
 
 async def _reached(host: str, port: int, deadline: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -23,11 +23,14 @@ __all__ = ["look"]
 HTTP_PORT = 9003
 _OLDEST = (0, 3, 11)
 _ANSWER_S = 3.0
+_SILENT = "what it keeps is computed until it does; the master forgets it when it has been silent for --client_ttl"
 
 
-async def look(settings: Settings, host: str, trouble: str, advice: Sequence[str]) -> list[Finding]:
+async def look(
+    settings: Settings, host: str, trouble: str, advice: Sequence[str], silent: Iterable[str] = ()
+) -> list[Finding]:
     """``host``: this client's address, once it is set up; else ``trouble`` is why it is not. ``advice``: what was found
-    wrong at set-up."""
+    wrong at set-up. ``silent``: owners that do not answer."""
     if trouble:
         first = [Finding("fail", f"{trouble}; values are computed until it can be used")]
     else:
@@ -38,6 +41,7 @@ async def look(settings: Settings, host: str, trouble: str, advice: Sequence[str
         *network(settings, host),
         *environment(),
         *(Finding("warn", text) for text in advice),
+        *(Finding("warn", f"the owner of memory at {owner} does not answer", _SILENT) for owner in sorted(silent)),
     ]
 
 

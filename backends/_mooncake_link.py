@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import anyio
 import anyio.abc
@@ -20,7 +20,8 @@ import anyio.abc
 from kvpool.backends._breaker import Breaker
 from kvpool.backends._mooncake_client import Connected, close, connect, local_address, placement_advice, put_aside
 from kvpool.backends._mooncake_codes import CLIENT_FAILED, TRANSFER_FAIL, Meaning, described, meaning_of
-from kvpool.backends._mooncake_threads import NativeThreads
+from kvpool.backends._mooncake_owners import Owners
+from kvpool.backends._mooncake_threads import NativeCall, NativeThreads
 from kvpool.backends._mooncake_url import Settings
 from kvpool.deadlines import move_on_at
 from kvpool.errors import ConfigError, StoreClosed, StoreError
@@ -37,7 +38,7 @@ T = TypeVar("T")
 Connect: TypeAlias = Callable[[Settings, str], Connected]
 State = Literal["new", "connecting", "ready", "closed"]
 
-PROBE_THREADS = 2
+PROBE_THREADS, TRIAL_THREADS = 2, 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two attempts to connect
 CLOSE_S = 2.0  # for calls that were left behind to come back, before a client is given up
 DOUBTS = 3  # failed probes in a row of a master that is alive: it is the client that is broken
@@ -49,7 +50,11 @@ _hung: list[Client] = []
 
 
 class Client:
-    """One native client and what its calls use. ``arena``: registered memory for values on their way."""
+    """One native client and what its calls use. ``arena``: registered memory for values on their way.
+
+    Threads for loads (``transfers``), ``puts``, calls to the master (``probes``) and ``trials`` of single owners, so
+    that none of them waits for others that hang. ``owners``: what is known about those that do.
+    """
 
     def __init__(self, connected: Connected, host: str, settings: Settings, name: str) -> None:
         self.native = connected.native
@@ -57,8 +62,12 @@ class Client:
         self.connected = connected
         self.host = host
         self.arena = Staging(int(settings.options.buffer))
-        self.transfers = NativeThreads(settings.options.threads, f"{name} transfer")
+        self.transfers = NativeThreads(settings.options.threads, f"{name} load")
+        self.puts = NativeThreads(settings.options.threads, f"{name} put")
         self.probes = NativeThreads(PROBE_THREADS, f"{name} probe")
+        self.trials = NativeThreads(TRIAL_THREADS, f"{name} trial")
+        self.owners = Owners()
+        self._threads = self.transfers, self.puts, self.probes, self.trials
         self._spans: dict[tuple[int, int], list[Region]] = {}  # what is registered, and what keeps it alive
         self._covered: set[tuple[int, int]] = set()
 
@@ -89,12 +98,20 @@ class Client:
         return found
 
     @property
+    def running(self) -> list[NativeCall[Any]]:
+        return [call for threads in self._threads for call in threads.running]
+
+    @property
     def busy(self) -> bool:
-        return bool(self.transfers.running or self.probes.running)
+        return bool(self.running)
+
+    def oldest(self) -> float:
+        """Seconds that the longest running call has been running; 0 if there is none."""
+        return max(threads.oldest() for threads in self._threads)
 
     def stop(self) -> None:
-        self.transfers.stop()
-        self.probes.stop()
+        for threads in self._threads:
+            threads.stop()
 
 
 class Link:
@@ -136,7 +153,7 @@ class Link:
             return
         with anyio.CancelScope(shield=True):
             with move_on_at(anyio.current_time() + CLOSE_S):
-                for call in (*client.transfers.running, *client.probes.running):
+                for call in client.running:
                     await call.ended.wait()
             await self._dispose(client, again=True)
 
@@ -159,7 +176,7 @@ class Link:
                 with move_on_at(anyio.current_time() + min(1.0, limit / 4)):
                     await self._changed.wait()
                 client = self._client
-                if client is not None and max(client.transfers.oldest(), client.probes.oldest()) > limit:
+                if client is not None and client.oldest() > limit:
                     self._replace(client, f"a call has not come back for {limit:g} s")
 
     async def _attempt(self) -> None:
@@ -271,6 +288,11 @@ class Link:
         if self.forked:
             raise StoreClosed(f"{self._name} was opened by the parent of this process; a forked child cannot use it")
 
+    @property
+    def current(self) -> Client | None:
+        """The client of the moment, if there is one."""
+        return self._client
+
     def client(self) -> Client:
         """The client of the moment. Raises StoreError if there is none."""
         if self._client is None:
@@ -308,6 +330,7 @@ class Link:
 
         If codes are returned, ``lease`` is the caller's again; in every other case the last of both, call and caller,
         has released it or will. ``through``: the call uses the caller's memory, so it is waited for whatever happens.
+        A transfer that is late says nothing about the master: it may be an owner that does not answer.
         Raises StoreError if the store is not to be asked now.
         """
         left = False
@@ -326,10 +349,15 @@ class Link:
                     call = await threads.start(fn, then)
                 if call is None:
                     return None
-                if through:
-                    await call.wait_through()
-                elif not await call.wait(deadline):
-                    good = False
+                try:
+                    await call.wait(deadline)
+                finally:
+                    if not call.ended.is_set():
+                        threads.leave(call)
+                    if through:
+                        await call.wait_through()
+                if not call.ended.is_set():
+                    good = False if threads is client.probes else None
                     return None
                 try:
                     codes = call.result()
@@ -386,9 +414,9 @@ class Link:
 
         An owner that was started again under the same name is looked for at its port of before, for ever.
         """
-        if TRANSFER_FAIL not in codes:
-            return
         now = anyio.current_time()
+        if TRANSFER_FAIL not in codes or client.owners.mute(now):
+            return
         if now - self._failed_at > FORGET_S:
             self._failing_since = now
         self._failed_at = now

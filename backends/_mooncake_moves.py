@@ -16,6 +16,7 @@ from kvpool.backends._file_format import HEADER_BYTES, Checksum
 from kvpool.backends._mooncake_batch import Layout
 from kvpool.backends._mooncake_codes import Meaning, meaning_of
 from kvpool.backends._mooncake_link import Client, Link
+from kvpool.backends._mooncake_threads import NativeThreads
 from kvpool.memory import Buffers
 from kvpool.staging import Lease
 from kvpool.threads import Threads
@@ -80,7 +81,7 @@ class Moves:
             _prove(client, keys, names, codes, into.nbytes, memory, moved)
             return codes
 
-        moved.codes = await self._ask(client, memory, get, deadline)
+        moved.codes = await self._ask(client, client.transfers, memory, get, deadline)
         if moved.codes is not None:
             try:
                 if memory.layout is not None:
@@ -107,17 +108,17 @@ class Moves:
             form.seal(keys, memory.heads, memory.payloads(), self._checksum)
             return client.native.batch_put_from_multi_buffers(names, memory.pointers, memory.sizes, client.config)
 
-        codes = await self._ask(client, memory, put, deadline)
+        codes = await self._ask(client, client.puts, memory, put, deadline)
         if codes is not None:
             memory.release()
         return Moved(codes)
 
     async def _ask(
-        self, client: Client, memory: _Memory, fn: Callable[[], list[int]], deadline: float
+        self, client: Client, threads: NativeThreads, memory: _Memory, fn: Callable[[], list[int]], deadline: float
     ) -> list[int] | None:
         """As :meth:`Link.ask`: if codes are returned, the lease is still to be released."""
         return await self._link.ask(
-            client, client.transfers, fn, len(memory.heads), deadline, memory.lease, through=memory.layout is None
+            client, threads, fn, len(memory.heads), deadline, memory.lease, through=memory.layout is None
         )
 
     async def _memory(self, client: Client, buffers: Buffers, deadline: float) -> _Memory | None:

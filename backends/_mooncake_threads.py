@@ -28,6 +28,8 @@ T = TypeVar("T")
 #: Seconds that a call may still take when its deadline has passed, or its caller was cancelled, before it is left.
 LATE_S = 0.05
 CANCELLED_S = 1.0
+#: Late calls that others may run beside, for each that may run at a time.
+LEFT = 2
 #: Seconds that the end of the interpreter waits for calls under way.
 _DRAIN_S = 2.0
 
@@ -98,11 +100,12 @@ class NativeCall(Generic[T]):
 
 
 class NativeThreads:
-    """At most ``n`` calls at a time. Made and used on one running event loop."""
+    """At most ``n`` calls at a time, and some late ones (:meth:`leave`). Made and used on one running event loop."""
 
     def __init__(self, n: int, name: str) -> None:
         self.n = n
         self.running: set[NativeCall[Any]] = set()
+        self._left: set[NativeCall[Any]] = set()
         self._name = name
         self._slots = anyio.Semaphore(n)
         self._queue: queue.SimpleQueue[NativeCall[Any] | None] = queue.SimpleQueue()
@@ -123,6 +126,12 @@ class NativeThreads:
         self._queue.put(call)
         return call
 
+    def leave(self, call: NativeCall[Any]) -> None:
+        """A call is late: another may run in its place, as long as there are not many of that kind."""
+        if call in self.running and call not in self._left and len(self._left) < LEFT * self.n:
+            self._left.add(call)
+            self._slots.release()
+
     def oldest(self) -> float:
         """Seconds that the longest running call has been running; 0 if there is none."""
         return time.monotonic() - min((call.began for call in self.running), default=time.monotonic())
@@ -142,7 +151,10 @@ class NativeThreads:
 
     def _finish(self, call: NativeCall[Any]) -> None:
         self.running.discard(call)
-        self._slots.release()
+        if call in self._left:
+            self._left.discard(call)
+        else:
+            self._slots.release()
         call.finish()
 
 

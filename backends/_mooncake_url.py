@@ -23,6 +23,7 @@ MIN_SEGMENT = 16 << 20  # Mooncake's allocation unit
 _MOST = 1 << 50  # bytes: what Mooncake's 64 bits hold, and more than any machine has
 _HANDSHAKE = "P2PHANDSHAKE"
 _ROOM = 65_535
+_PROGRESS_S = 3
 
 
 class Options(BaseModel):
@@ -152,6 +153,8 @@ def _wanted(settings: Settings, host: str) -> dict[str, str]:
         # Setting up holds the interpreter lock, so it must fail soon.
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": str(int(settings.options.timeout_s * 1000)),
+        # A transfer to an owner that is frozen fails after so long without progress; else it hangs for 60 s.
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(_PROGRESS_S),
         "MC_TCP_BIND_ADDRESS": host,
         "MC_LOG_LEVEL": "ERROR",
     }
@@ -180,6 +183,8 @@ def environment_advice(wanted: dict[str, str], before: dict[str, str], *, too_la
                 yield f"{name}={has} is small: Mooncake's transfers may fail or hang; unset it"
         elif name == "MC_STORE_CLIENT_SETUP_RETRIES" and _number(has) > 1:
             yield f"{name}={has}: with no master, setting up stops the process that often; set it to 1"
+        elif name == "MC_TCP_PROGRESS_TIMEOUT_SEC" and not 0 < _number(has) <= 5 * _PROGRESS_S:
+            yield f"{name}={has}: transfers to a frozen owner hang so long, or for 60 s; unset it"
         elif name == "MC_RPC_TIMEOUT_MS" and not 0 < _number(has) <= 2 * _number(value):
             yield f"{name}={has}: calls to a frozen master hang so long; unset it, timeout_s decides"
 

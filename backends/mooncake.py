@@ -29,6 +29,7 @@ from kvpool.backends._mooncake_doctor import look
 from kvpool.backends._mooncake_link import Connect, Link
 from kvpool.backends._mooncake_moves import BATCH_BYTES, BATCH_PIECES, BATCH_VALUES, Moves
 from kvpool.backends._mooncake_url import settings_of
+from kvpool.backends._mooncake_watch import OwnerWatch
 from kvpool.deadlines import move_on_at
 from kvpool.errors import StoreClosed, StoreError, WrongLength
 from kvpool.key_memory import KeyMemory
@@ -84,6 +85,7 @@ class MooncakeStore(Store):
         self._moves = Moves(
             self._link, protocol=options.protocol, zero_copy=settings.zero_copy, checksum=options.checksum
         )
+        self._watch = OwnerWatch(self._link, self._name, signs=settings.metadata_server is None)
         self._calls: set[anyio.CancelScope] = set()
         self._present = KeyMemory(options.presence_cache_s)
         self._failed = KeyMemory(options.failed_key_s)
@@ -104,6 +106,7 @@ class MooncakeStore(Store):
         await self._tasks.__aenter__()
         try:
             await self._link.open(self._tasks)
+            self._tasks.start_soon(self._watch.run)
         except BaseException:
             self._tasks.cancel_scope.cancel()
             await self._tasks.__aexit__(None, None, None)
@@ -141,7 +144,7 @@ class MooncakeStore(Store):
                 raise
             except StoreError as error:
                 trouble = str(error)
-            return await look(self._settings, host, trouble, self._link.advice)
+            return await look(self._settings, host, trouble, self._link.advice, self._watch.silent())
 
     # ---- the contract
 
@@ -183,7 +186,10 @@ class MooncakeStore(Store):
             if codes is not None:
                 answer = np.array(codes)
                 found[wanted] = np.where(answer < 0, UNKNOWN, np.where(answer > 0, PRESENT, ABSENT))
-                self._present.add((keys[i] for i, code in zip(wanted, codes, strict=True) if code > 0), now)
+        if self._watch.silent():
+            there = np.flatnonzero(found == PRESENT).tolist()
+            found[[there[j] for j in await self._watch.lost(self._names(keys, there), deadline)]] = ABSENT
+        self._present.add((keys[i] for i in wanted if found[i] == PRESENT), now)
         return found
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
@@ -317,9 +323,16 @@ class MooncakeStore(Store):
         self, keys: Sequence[str], rows: list[int], into: Buffers, results: Results, deadline: float, again: bool = True
     ) -> None:
         client = self._link.client()
+        if lost := [rows[j] for j in await self._watch.lost(self._names(keys, rows), deadline)]:
+            self._fail(results, lost, self._error(keys[lost[0]], "the owner of its memory does not answer"))
+            rows = [i for i in rows if i not in set(lost)]
+        if not rows:
+            return
         part = into if len(rows) == len(into) else into.select(rows)
         names, wanted = self._names(keys, rows), [keys[i] for i in rows]
-        moved = await self._moves.get(client, wanted, names, part, deadline)
+        with self._watch.transfer(names) as ended:
+            moved = await self._moves.get(client, wanted, names, part, deadline)
+            ended(moved.codes)
         if moved.codes is None:
             return
         retry = []
@@ -366,9 +379,15 @@ class MooncakeStore(Store):
             return
         room: bool | None = None
         try:
+            if client.puts.running and self._watch.silent():  # the master still has values put there
+                results.status[rows] = Status.REJECTED
+                results.errors[rows[0]] = StoreError(f"{self._name}: an owner does not answer; one put at a time")
+                return
             names = self._names(keys, rows)
             part = source if len(rows) == len(source) else source.select(rows)
-            moved = await self._moves.put(client, [keys[i] for i in rows], names, part, deadline)
+            with self._watch.transfer(names) as ended:
+                moved = await self._moves.put(client, [keys[i] for i in rows], names, part, deadline)
+                ended(moved.codes)
             if moved.codes is None:
                 return
             room = True

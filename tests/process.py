@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ class ServerProcess:
     def frozen(self) -> Iterator[None]:
         """Connections stand, and nothing is answered."""
         self.signal(signal.SIGSTOP)
+        if self.process is not None:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
         try:
             yield
         finally:

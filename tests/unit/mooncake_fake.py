@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from kvpool.backends._mooncake_client import Connected
@@ -43,6 +44,11 @@ class Cluster:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         threading.Thread(target=self._serve, daemon=True).start()
+        self.places: dict[str, str] = {}  # of values: the owner, if there are any
+        self.owners: list[str] = []
+        self.mute: set[str] = set()  # owners that give no sign of life
+        self.failing: set[str] = set()  # owners whose transfers fail
+        self._owners: list[socket.socket] = []
 
     def __enter__(self) -> Cluster:
         return self
@@ -51,13 +57,35 @@ class Cluster:
         self.go_on.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for connection in self._open:
+        for listener in self._owners:
+            listener.shutdown(socket.SHUT_RDWR)
+        for connection in (*self._open, *self._owners):
             connection.close()
         assert not self.crimes, self.crimes
 
     @property
     def url(self) -> str:
         return f"mooncake://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def add_owner(self) -> str:
+        """One that keeps values from now on, in turn with the others."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        owner = f"127.0.0.1:{listener.getsockname()[1]}"
+        self._owners.append(listener)
+        self.owners.append(owner)
+        threading.Thread(target=self._answer, args=(listener, owner), daemon=True).start()
+        return owner
+
+    def _answer(self, listener: socket.socket, owner: str) -> None:
+        while True:
+            try:
+                connection = listener.accept()[0]
+            except OSError:
+                return
+            self._open.append(connection)
+            if owner not in self.mute:
+                connection.recv(100)
+                connection.sendall(bytes(9))
 
     def connect(self, settings: Settings, host: str) -> Connected:
         self.setups.append(settings)
@@ -142,6 +170,11 @@ class FakeNative:
                 self._cluster.crimes.append("a key twice in a get: one destination is never written")
             return [self._get(*one) for one in zip(keys, pointers, sizes, strict=True)]
 
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
+        with self._call():
+            self._cluster.calls["describe"] += 1
+            return {key: [_replica(self._cluster, key)] for key in keys if key in self._cluster.places}
+
     def get_size(self, key: str) -> int:
         with self._call():
             return len(self._cluster.values[key]) if key in self._cluster.values else -704
@@ -207,6 +240,11 @@ class FakeNative:
             return 0  # and the old value stays
         if sum(map(len, cluster.values.values())) + sum(sizes) > cluster.room:
             return -200
+        if cluster.owners:
+            owner = cluster.owners[len(cluster.places) % len(cluster.owners)]
+            if owner in cluster.failing:
+                return -800
+            cluster.places[key] = owner
         cluster.values[key] = b"".join(ctypes.string_at(a, n) for a, n in zip(addresses, sizes, strict=True))
         return 0
 
@@ -215,6 +253,8 @@ class FakeNative:
         if value is None:
             return -704
         self._cluster.touch(key)
+        if self._cluster.places.get(key) in self._cluster.failing:
+            return -800
         if sum(sizes) != len(value):
             return -600 if sum(sizes) < len(value) else -800
         at = 0
@@ -222,3 +262,13 @@ class FakeNative:
             ctypes.memmove(address, value[at : at + n], n)
             at += n
         return len(value)
+
+
+def _replica(cluster: Cluster, key: str) -> Any:
+    """As far as a store looks at it."""
+    place = SimpleNamespace(transport_endpoint=cluster.places[key], size=len(cluster.values[key]))
+    return SimpleNamespace(
+        status=SimpleNamespace(name="COMPLETE"),
+        is_memory_replica=lambda: True,
+        get_memory_descriptor=lambda: SimpleNamespace(buffer_descriptor=place),
+    )

@@ -117,8 +117,21 @@ def test_the_environment_is_prepared_but_not_taken_over() -> None:
         ({"MC_RPC_TIMEOUT_MS": "soon"}, False, ["MC_RPC_TIMEOUT_MS=soon"]),
         ({"MC_STORE_CLIENT_SETUP_RETRIES": "20"}, False, ["MC_STORE_CLIENT_SETUP_RETRIES=20"]),
         ({"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "64"}, False, ["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=64"]),
+        ({"MC_TCP_PROGRESS_TIMEOUT_SEC": "60"}, False, ["MC_TCP_PROGRESS_TIMEOUT_SEC=60"]),
+        ({"MC_TCP_PROGRESS_TIMEOUT_SEC": "5"}, False, []),
         ({"MC_TCP_BIND_ADDRESS": "10.0.0.7", "MC_LOG_LEVEL": "INFO"}, False, []),
-        ({}, True, ["MC_TCP_MAX_Q", "MC_TCP_MAX_P", "SETUP_RETRIES=1 comes too late", "MC_RPC", "MC_TCP_BIND"]),
+        (
+            {},
+            True,
+            [
+                "MC_TCP_MAX_Q",
+                "MC_TCP_MAX_P",
+                "SETUP_RETRIES=1 comes too late",
+                "MC_RPC",
+                "MC_TCP_PROGRESS",
+                "MC_TCP_BIND",
+            ],
+        ),
     ],
 )
 def test_what_is_wrong_with_the_environment(before: dict[str, str], too_late: bool, words: list[str]) -> None:
