@@ -61,12 +61,14 @@ class Scenario:
     owners: int = 2
     memory: int = 64 * MIB
     lease: str = "2s"
+    forgotten_s: int = 3  # an owner is, when it has been silent for so long
 
 
 async def play(scenario: Scenario) -> Outcome:
     """Play it with servers of its own. Raises TimeoutError if it does not recover."""
     seen, seconds = Seen(), math.nan
-    with Mooncake(scenario.owners, scenario.memory, default_kv_lease_ttl=scenario.lease) as mooncake:
+    options: dict[str, str | int | bool] = {"default_kv_lease_ttl": scenario.lease, "client_ttl": scenario.forgotten_s}
+    with Mooncake(scenario.owners, scenario.memory, **options) as mooncake:
         with anyio.fail_after(120):
             async with create_store(mooncake.url) as store, anyio.create_task_group() as tasks:
                 traffic = Traffic(store)
@@ -116,6 +118,11 @@ async def only_owner_killed(stage: Stage) -> None:
 async def owner_frozen(stage: Stage) -> None:
     with stage.mooncake.owners[0].frozen():
         await anyio.sleep(BROKEN_S)
+
+
+async def owner_frozen_for_long(stage: Stage) -> None:
+    with stage.mooncake.owners[0].frozen():
+        await anyio.sleep(4 * BROKEN_S)
 
 
 async def store_full(stage: Stage) -> None:
@@ -199,6 +206,11 @@ SCENARIOS = {
         Scenario("One of two owners is killed", owner_killed),
         Scenario(f"The only owner is killed, and started again after {BROKEN_S:g} s", only_owner_killed, owners=1),
         Scenario(f"One of two owners is frozen for {BROKEN_S:g} s", owner_frozen),
+        Scenario(
+            f"One of two owners is frozen for {4 * BROKEN_S:g} s, and not forgotten",
+            owner_frozen_for_long,
+            forgotten_s=60,
+        ),
         Scenario("The store is full of leased values", store_full, owners=1, memory=32 * MIB),
         Scenario("Leases of 50 ms end in the middle of transfers", leases_end, lease="50ms"),
         Scenario("A writer is killed in the middle of a put", writer_killed),

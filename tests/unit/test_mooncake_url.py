@@ -101,6 +101,7 @@ def test_the_environment_is_prepared_but_not_taken_over() -> None:
         "HOME": "/root",
         "MC_RPC_TIMEOUT_MS": "1000",
         "MC_TCP_BIND_ADDRESS": "10.0.0.2",
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
         "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
