@@ -110,7 +110,7 @@ class Scheduler:
 
     def step(self) -> None:
         """What the end of a step does to match calls."""
-        self.side._polled = False
+        self.side._lookups.new_step()
 
     def one(self, asked: Any, timed: Any) -> dict[str, float]:
         """Each kind of match call for one new request."""

@@ -137,7 +137,7 @@ def test_a_save_larger_than_the_pin_budget_goes_in_parts() -> None:
 
 def test_a_failed_save_waits_before_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("kvpool.vllm.saves.time", SimpleNamespace(monotonic=lambda: now[0]))
     side = scheduler(FakePool(64))
     request = FakeRequest(4)
     side.on_new_request(request)
@@ -186,13 +186,13 @@ def test_blocks_are_looked_up_once_a_group_on_load_and_on_save(monkeypatch: pyte
     )
     side.bind_block_pool(pool)
     asked: list[int] = []
-    blocks = side._database.blocks
+    blocks = side._jobs.database.blocks
 
     def counted(group: int, *args: Any) -> Any:
         asked.append(group)
         return blocks(group, *args)
 
-    monkeypatch.setattr(side._database, "blocks", counted)
+    monkeypatch.setattr(side._jobs.database, "blocks", counted)
     request = FakeRequest(8)
     side.on_new_request(request)
     table = list(range(1, 9))

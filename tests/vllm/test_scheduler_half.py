@@ -123,7 +123,7 @@ class TestLookup:
 
     def test_all_requests_of_a_step_share_one_grace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
-        monkeypatch.setattr("kvpool.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("kvpool.vllm.lookups.time", SimpleNamespace(monotonic=lambda: now[0]))
         client = hit(12)
         poll = client.poll
 
@@ -271,7 +271,7 @@ class TestSave:
 
     def test_a_save_past_its_deadline_is_counted_and_keeps_its_pins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [1000.0]
-        monkeypatch.setattr("kvpool.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("kvpool.vllm.saves.time", SimpleNamespace(monotonic=lambda: now[0]))
         pool = FakePool(64)
         side = scheduler(pool)
         saving = request()
