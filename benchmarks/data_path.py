@@ -223,8 +223,12 @@ def raw_side(raw: Raw, names: Sequence[str], values: Views) -> Side:
 
 def thread_side(raw: Raw, names: Sequence[str], values: Views) -> Side:
     threads = Threads(1)
-    put, get = (partial(threads.run, way, names, values) for way in (raw.put, raw.get))
-    return Side(put, get, partial(threads.run, raw.clear, names))
+
+    async def call(way: Callable[..., None], *args: object) -> None:
+        await threads.run(lambda: way(*args))
+
+    put, get = (partial(call, way, names, values) for way in (raw.put, raw.get))
+    return Side(put, get, partial(call, raw.clear, names))
 
 
 def store_side(store: Store, keys: Sequence[str], values: Buffers) -> Side:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -186,6 +188,36 @@ async def test_calls_of_the_store_share_a_task() -> None:
             for _ in range(100):
                 tasks.start_soon(pool.lookup, hashes, 16_000)
         assert len(_tasks()) <= before + 16, "idle tasks are few, however many there were at once"
+
+
+@pytest.mark.anyio
+async def test_a_large_job_begins_over_many_turns_of_the_loop() -> None:
+    """The first steps of all its batches in one turn would hold everything else up."""
+    turn, calls = 0, Counter[int]()
+
+    class Turns(Prefix):
+        async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+            calls[turn] += 1
+            return Results.empty(len(keys))
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            await anyio.lowlevel.checkpoint()
+            turn += 1
+
+    layout = BlockLayout.of_arrays(np.zeros((256, 1024), np.uint8))
+    config = Config.load({"batch_bytes": 8192, "staging_bytes": 1 << 20})
+    hashes = BlockHashes(bytes(32 * 256), 32, scheme="test")
+    async with (
+        KVPool(Turns(), spec=FULL, namespace=NAMESPACE, layouts=[layout], config=config) as pool,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(count)
+        await pool.load([pool.transfer(0, hashes, range(256), range(256))])
+        tasks.cancel_scope.cancel()
+    assert sum(calls.values()) == 32
+    assert max(calls.values()) <= 4
 
 
 def _tasks() -> list[anyio.TaskInfo]:

@@ -120,6 +120,11 @@ async def test_other_tasks_get_turns_while_much_is_moved() -> None:
         turns = 0
         await store.exists([str(i) for i in range(10_000)])
         assert turns >= 9
+        many = [str(i) for i in range(8)]
+        await put(store, [(key, bytes(1 << 20)) for key in many])
+        turns = 0
+        assert (await store.delete(many)).ok.all()
+        assert turns >= 4, "pages are given back"
         tasks.cancel_scope.cancel()
 
 
