@@ -49,6 +49,10 @@ class Layout:
 
 def batches(sizes: npt.NDArray[np.int64], max_bytes: int, max_values: int) -> Iterator[slice]:
     """Values that travel together: at most so many, and so many bytes, but at least one."""
+    n = len(sizes)
+    if 0 < n <= max_values and int(sizes.sum()) + n * (HEADER + _ALIGNMENT) <= max_bytes:
+        yield slice(0, n)
+        return
     ends = np.cumsum(sizes + HEADER + _ALIGNMENT)
     cuts = [0]
     while cuts[-1] < len(sizes):
@@ -62,6 +66,9 @@ def batches(sizes: npt.NDArray[np.int64], max_bytes: int, max_values: int) -> It
 
 def rounds(keys: Sequence[str], rows: Iterable[int]) -> list[list[int]]:
     """The rows so that no key comes twice in a round: of equal keys in a batch Mooncake fills only one."""
+    rows = list(rows)
+    if len({keys[row] for row in rows}) == len(rows):
+        return [rows] if rows else []
     found: list[list[int]] = []
     seen: dict[str, int] = {}
     for row in rows:
@@ -96,11 +103,11 @@ def copy_out(layout: Layout, memory: Bytes1D, target: Buffers, rows: Iterable[in
 
 
 def seal(
-    keys: Sequence[str], heads: Iterable[Bytes1D], payloads: Iterable[list[memoryview]], checksum: form.Checksum
+    keys: Sequence[str], heads: Iterable[memoryview], payloads: Iterable[list[memoryview]], checksum: form.Checksum
 ) -> None:
     """Write the headers."""
     for key, head, pieces in zip(keys, heads, payloads, strict=False):
-        head[:] = np.frombuffer(form.header(key, pieces, checksum), np.uint8)
+        head[:] = form.header(key, pieces, checksum)
 
 
 def problem_of(key: str, head: bytes, pieces: Sequence[memoryview]) -> str:

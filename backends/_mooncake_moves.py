@@ -65,9 +65,20 @@ class Moves:
             return "gathered"
         if buffers.headroom >= HEADER_BYTES and buffers.sizes.shape[1] == 1:
             return "in place"
+        fit = np.count_nonzero(buffers.sizes) + len(buffers) <= BATCH_PIECES
+        return "in pieces" if fit and self._large(buffers) else "gathered"
+
+    def most_values(self, buffers: Buffers) -> int:
+        """How many of these may travel together. What is gathered is one piece each, however many it was."""
+        pieces = int(buffers.sizes.shape[1])
+        if not self._large(buffers) or (buffers.headroom >= HEADER_BYTES and pieces == 1):
+            return BATCH_VALUES
+        return max(1, min(BATCH_VALUES, BATCH_PIECES // (pieces + 1)))
+
+    def _large(self, buffers: Buffers) -> bool:
+        """Whether pieces of this size are cheaper to hand over than to copy."""
         pieces = int(np.count_nonzero(buffers.sizes))
-        large = pieces and int(buffers.nbytes.sum()) >= pieces * self._direct_from
-        return "in pieces" if large and buffers.sizes.shape[1] < BATCH_PIECES else "gathered"
+        return pieces > 0 and int(buffers.nbytes.sum()) >= pieces * self._direct_from
 
     async def get(self, client: Client, keys: Sequence[str], names: list[str], into: Buffers, deadline: float) -> Moved:
         """Fetch values and prove them. No key twice. Raises StoreError if Mooncake cannot be asked."""
@@ -161,7 +172,7 @@ class _Memory:
     def __init__(
         self,
         pieces: tuple[list[list[int]], list[list[int]]],
-        heads: Sequence[_Bytes],
+        heads: Sequence[memoryview],
         payloads: Callable[[], Iterable[list[memoryview]]],
         lease: Lease | None = None,
     ) -> None:
@@ -176,13 +187,12 @@ class _Memory:
     def in_place(cls, buffers: Buffers) -> _Memory:
         """The header goes in front of the payload."""
         region = buffers.regions[int(buffers.region[0])]
-        starts = (buffers.offsets[:, 0] - HEADER_BYTES).tolist()
-        pieces = (
-            [[region.address + start] for start in starts],
-            [[HEADER_BYTES + size] for size in buffers.nbytes.tolist()],
-        )
-        heads = [region.array[start : start + HEADER_BYTES] for start in starts]
-        return cls(pieces, heads, lambda: map(buffers.views, range(len(buffers))))
+        first, view, sizes = region.address - HEADER_BYTES, region.view, buffers.nbytes.tolist()
+        starts = buffers.offsets[:, 0].tolist()
+        pieces = [[first + start] for start in starts], [[HEADER_BYTES + size] for size in sizes]
+        heads = [view[start - HEADER_BYTES : start] for start in starts]
+        payloads = [[view[start : start + size]] for start, size in zip(starts, sizes, strict=True)]
+        return cls(pieces, heads, lambda: payloads)
 
     @classmethod
     def in_pieces(cls, buffers: Buffers, lease: Lease) -> _Memory:
@@ -192,7 +202,7 @@ class _Memory:
             [[first + i * HEADER_BYTES, *row] for i, row in enumerate(pointers)],
             [[HEADER_BYTES, *row] for row in sizes],
         )
-        heads = list(lease.rows(len(buffers), HEADER_BYTES))
+        heads = [head.data for head in lease.rows(len(buffers), HEADER_BYTES)]
         return cls(pieces, heads, lambda: map(buffers.views, range(len(buffers))), lease)
 
     @classmethod
@@ -201,7 +211,7 @@ class _Memory:
         array = lease.region.array[lease.offset : lease.offset + lease.nbytes]
         values = list(layout.values(array))
         payloads = [[payload.data] if len(payload) else [] for _, payload in values]
-        memory = cls(layout.pieces(_address(lease)), [head for head, _ in values], lambda: payloads, lease)
+        memory = cls(layout.pieces(_address(lease)), [head.data for head, _ in values], lambda: payloads, lease)
         memory.layout, memory.array = layout, array
         return memory
 

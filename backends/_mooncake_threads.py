@@ -107,7 +107,7 @@ class NativeThreads:
         self.running: set[NativeCall[Any]] = set()
         self._left: set[NativeCall[Any]] = set()
         self._name = name
-        self._slots = anyio.Semaphore(n)
+        self._slots = anyio.Semaphore(n, fast_acquire=True)  # whoever gets one goes on to wait for its call
         self._queue: queue.SimpleQueue[NativeCall[Any] | None] = queue.SimpleQueue()
         self._threads = 0
         self._tell_loop = _loop_caller()

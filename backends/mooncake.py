@@ -27,7 +27,7 @@ from kvpool.backends._mooncake_client import connect
 from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
 from kvpool.backends._mooncake_doctor import look
 from kvpool.backends._mooncake_link import Connect, Link
-from kvpool.backends._mooncake_moves import BATCH_BYTES, BATCH_PIECES, BATCH_VALUES, Moves
+from kvpool.backends._mooncake_moves import BATCH_BYTES, Moves
 from kvpool.backends._mooncake_url import settings_of
 from kvpool.backends._mooncake_watch import OwnerWatch
 from kvpool.deadlines import move_on_at
@@ -197,7 +197,7 @@ class MooncakeStore(Store):
         check_batch(keys, into)
         with self._call():
             good = await self._begun(keys, into, results, deadline)
-            for i in [i for i in good if into.nbytes[i] > self._settings.max_value]:
+            for i in self._too_large(good, into):
                 error = self._error(keys[i], f"{into.nbytes[i]} bytes are more than any value; buffer= sets the limit")
                 results.set(i, Status.FAILED, error=error)
                 good.remove(i)
@@ -210,8 +210,8 @@ class MooncakeStore(Store):
         check_batch(keys, source)
         with self._call():
             good = await self._begun(keys, source, results, deadline)
-            limit = self._settings.max_value
-            for i in [i for i in good if source.nbytes[i] > limit]:
+            for i in self._too_large(good, source):
+                limit = self._settings.max_value
                 error = self._error(keys[i], f"{source.nbytes[i]} bytes are more than {limit}; buffer= sets the limit")
                 results.set(i, Status.REJECTED, error=error)
                 good.remove(i)
@@ -226,7 +226,7 @@ class MooncakeStore(Store):
                             await event.wait()
             await self._put_each(keys, busy, source, results, deadline)
             # Of equal keys in a batch the first is the one that counts.
-            status = {keys[i]: int(results.status[i]) for i in first}
+            status = {keys[i]: int(results.status[i]) for i in first} if again else {}
             for i in (i for rows in again for i in rows):
                 results.status[i] = status[keys[i]]
         return results
@@ -282,8 +282,10 @@ class MooncakeStore(Store):
         """The keys to work on: what is no key is FAILED, nothing is left if the deadline has passed."""
         for region in buffers.regions if buffers is not None else ():
             _ = region.view  # memory of a device is refused before anything is sent
-        await anyio.lowlevel.checkpoint()
-        return self._good(keys, results) if anyio.current_time() < deadline else []
+        good = self._good(keys, results) if anyio.current_time() < deadline else []
+        # What is to be moved is waited for anyway; a turn of the loop more would be a tenth of a small transfer's time.
+        await (anyio.lowlevel.checkpoint_if_cancelled() if good else anyio.lowlevel.checkpoint())
+        return good
 
     async def _each(
         self, keys: Sequence[str], rows: list[int], buffers: Buffers, results: Results, deadline: float, move: _Move
@@ -291,10 +293,8 @@ class MooncakeStore(Store):
         """Move these keys, none twice, in batches; what is not done by the deadline stays TIMED_OUT."""
         if not rows:
             return
-        pieces = max(1, buffers.sizes.shape[1])
-        most = max(1, min(BATCH_VALUES, BATCH_PIECES // (pieces + 1)))
-        limit = min(BATCH_BYTES, self._settings.max_value)
-        for part in batches(buffers.nbytes[rows], limit, most):
+        sizes = buffers.nbytes if len(rows) == len(buffers) else buffers.nbytes[rows]
+        for part in batches(sizes, min(BATCH_BYTES, self._settings.max_value), self._moves.most_values(buffers)):
             if anyio.current_time() >= deadline:
                 break
             try:
@@ -334,6 +334,10 @@ class MooncakeStore(Store):
             moved = await self._moves.get(client, wanted, names, part, deadline)
             ended(moved.codes)
         if moved.codes is None:
+            return
+        if len(moved.whole) == len(rows):
+            self._done(rows, into, results)
+            self._failed.discard(wanted)
             return
         retry = []
         for j, (i, code) in enumerate(zip(rows, moved.codes, strict=True)):
@@ -383,14 +387,18 @@ class MooncakeStore(Store):
                 results.status[rows] = Status.REJECTED
                 results.errors[rows[0]] = StoreError(f"{self._name}: an owner does not answer; one put at a time")
                 return
-            names = self._names(keys, rows)
+            names, wanted = self._names(keys, rows), [keys[i] for i in rows]
             part = source if len(rows) == len(source) else source.select(rows)
             with self._watch.transfer(names) as ended:
-                moved = await self._moves.put(client, [keys[i] for i in rows], names, part, deadline)
+                moved = await self._moves.put(client, wanted, names, part, deadline)
                 ended(moved.codes)
             if moved.codes is None:
                 return
             room = True
+            if not any(moved.codes):
+                self._done(rows, source, results)
+                self._failed.discard(wanted)
+                return
             for i, code in zip(rows, moved.codes, strict=True):
                 meaning = meaning_of(code)
                 if meaning is Meaning.OK:
@@ -466,6 +474,14 @@ class MooncakeStore(Store):
 
     def _names(self, keys: Sequence[str], rows: Sequence[int]) -> list[str]:
         return [self._prefix + key for key in (keys if len(rows) == len(keys) else [keys[i] for i in rows])]
+
+    def _too_large(self, rows: Sequence[int], buffers: Buffers) -> list[int]:
+        large = buffers.nbytes > self._settings.max_value
+        return [i for i in rows if large[i]] if large.any() else []
+
+    def _done(self, rows: Sequence[int], buffers: Buffers, results: Results) -> None:
+        results.status[rows] = Status.OK
+        results.nbytes[rows] = buffers.nbytes[rows]
 
     def _fail(self, results: Results, rows: Sequence[int], error: StoreError) -> None:
         results.status[rows] = Status.FAILED

@@ -162,6 +162,35 @@ async def test_batches_stay_below_mooncakes_limits(cluster: Cluster) -> None:
             assert sum(map(sum, sizes)) <= BATCH_BYTES
 
 
+async def test_values_that_are_gathered_travel_together_however_many_pieces_they_had(cluster: Cluster) -> None:
+    async with store_of(cluster) as store:
+        memory = Region.of(np.random.default_rng(2).integers(0, 256, 16 << 20, np.uint8))
+        await store.register([memory])
+        offsets = np.arange(20 * 64, dtype=np.int64).reshape(20, 64) << 10
+        small = Buffers((memory,), np.zeros(64, np.intp), offsets, np.full((20, 64), 1 << 10, np.int64))
+        keys = [f"k{i}" for i in range(20)]
+        assert (await store.put(keys, small)).ok.all()
+        kept = memory.array.copy()
+        memory.array[:] = 0
+        assert (await store.get_into(keys, small)).ok.all()
+        assert np.array_equal(memory.array[: 20 << 16], kept[: 20 << 16])
+        assert [len(names) for _, names, _ in cluster.batches] == [20, 20]
+
+
+async def test_pieces_of_very_different_sizes_stay_below_mooncakes_limits(cluster: Cluster) -> None:
+    """All together are small enough to be gathered, those of one batch are not."""
+    async with store_of(cluster, "&protocol=rdma&zero_copy=no") as store:
+        memory = Region.of(np.zeros(1 << 20, np.uint8))
+        await store.register([memory])
+        sizes = np.full((512, 4), 1, np.int64)
+        sizes[:256] = 9 << 10
+        keys = [f"k{i}" for i in range(512)]
+        assert (await store.put(keys, Buffers((memory,), np.zeros(4, np.intp), np.zeros_like(sizes), sizes))).ok.all()
+        batches = [sizes for _, _, sizes in cluster.batches]
+        assert [len(sizes) for sizes in batches] == [256, 256]
+        assert all(sum(map(len, sizes)) <= BATCH_PIECES and sum(map(sum, sizes)) <= BATCH_BYTES for sizes in batches)
+
+
 async def test_small_pieces_are_gathered_and_large_ones_handed_over(cluster: Cluster) -> None:
     """With a header in front: one piece if gathered, one more than there were if not."""
     async with store_of(cluster) as store:
