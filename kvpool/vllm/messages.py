@@ -45,15 +45,17 @@ class Job:
 class StepWork(KVConnectorMetadata):
     """Scheduler to worker: the jobs of one step.
 
-    ``epoch``: the current one; loads of another are void. ``idle``: the step computes nothing, so the worker may wait a
-    moment for its jobs.
+    ``namespace``: the engine's digest, all that keys are made of. ``engine``: what it stands for, some KB: in the first
+    step, and again when a rank asks. ``epoch``: the current one; loads of another are void. ``idle``: the step computes
+    nothing, so the worker may wait a moment for its jobs.
     """
 
-    namespace: Namespace
+    namespace: bytes
     epoch: bytes
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
     idle: bool = False
+    engine: Namespace | None = None
 
 
 @dataclass
@@ -62,7 +64,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     ``released``: save job -> ranks that will not read its blocks again. ``saved``, ``loaded``: job -> ranks that have
     ended it, and whether every chunk was stored, or loaded, on all of them. ``skipped``: save jobs of which chunks were
-    not admitted. ``layouts``: digest of a block layout -> ranks that have it; once, at start.
+    not admitted. ``layouts``: digest of a block layout -> ranks that have it; once, at start. ``unnamed``: a rank has
+    not seen what the engine's digest stands for.
     """
 
     released: dict[int, int] = field(default_factory=dict)
@@ -70,12 +73,18 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loaded: dict[int, Ended] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
     layouts: dict[str, int] = field(default_factory=dict)
+    unnamed: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The report of both ranks together."""
         assert isinstance(other, WorkerReport)
         total = WorkerReport(
-            dict(self.released), dict(self.saved), dict(self.loaded), self.skipped | other.skipped, dict(self.layouts)
+            dict(self.released),
+            dict(self.saved),
+            dict(self.loaded),
+            self.skipped | other.skipped,
+            dict(self.layouts),
+            self.unnamed or other.unnamed,
         )
         for job, ranks in other.released.items():
             total.released[job] = total.released.get(job, 0) + ranks
@@ -88,4 +97,4 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return total
 
     def __bool__(self) -> bool:
-        return bool(self.released or self.saved or self.loaded or self.layouts)
+        return bool(self.released or self.saved or self.loaded or self.layouts or self.unnamed)

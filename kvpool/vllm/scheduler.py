@@ -68,6 +68,7 @@ class SchedulerSide:
         self._saves = Saves(config, spec, self._requests, self._jobs, self.counters)
         self._layouts: set[str] = set()
         self._told: dict[str, int] = {}
+        self._name_engine = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._saves.pool = pool
@@ -133,13 +134,17 @@ class SchedulerSide:
         self._saves.quarantine()
         loads = self._loads.take()
         saves = list(self._saves.jobs(output)) if self._writes else []
-        return StepWork(self.namespace, self.epoch, loads, saves, idle=not output.total_num_scheduled_tokens)
+        namespace, named = self.namespace, not self._name_engine
+        self._name_engine = False
+        idle = not output.total_num_scheduled_tokens
+        return StepWork(namespace.digest, self.epoch, loads, saves, idle, engine=None if named else namespace)
 
     def take_report(self, output: KVConnectorOutput) -> None:
         """What the workers say has happened to jobs; unknown numbers are ignored."""
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
+        self._name_engine |= report.unnamed
         self._compare_layouts(report.layouts)
         events = self._events
         for load in self._loads.take_report(report):

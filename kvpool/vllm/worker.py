@@ -64,10 +64,14 @@ class _Spaces:
         self.engine: Namespace | None = None
 
     def name(self, engine: Namespace) -> None:
-        """Learn what the engine's digest stands for."""
-        if self.engine is None:
+        """Learn what the engine's digest stands for; keys need it not, only the manifest that a person reads."""
+        if self.engine != engine:
             self.engine = engine
             self._known.clear()
+
+    def knows(self, namespace: bytes) -> bool:
+        """Whether it is known what this digest stands for."""
+        return self.engine is not None and self.engine.digest == namespace
 
     def get(self, namespace: bytes, epoch: bytes) -> KeySpace:
         space = self._known.get((namespace, epoch))
@@ -106,8 +110,7 @@ class WorkerSide:
         heads = tuple(kv_heads) or (None,) * len(spec.groups)
         self._shards = [spec.parallel.shard(rank, h) for h in heads]
         self._stripes = [spec.parallel.put_stripe(rank, h) for h in heads]
-        self._namespace: Namespace | None = None
-        self._epoch = b""
+        self._namespace = self._epoch = b""
         self._loads: dict[int, Job] = {}
         self._saves: dict[int, Job] = {}
         self._reading: set[int] = set()  # saves whose blocks may still be read here
@@ -194,7 +197,9 @@ class WorkerSide:
         """Hand the step's loads, then its saves, to the event loop. The step's forward pass has run."""
         assert self._portal is not None
         self._namespace, self._epoch = work.namespace, work.epoch
-        self._spaces.name(work.namespace)
+        if work.engine is not None:
+            self._spaces.name(work.engine)
+        self._report.unnamed = not self._spaces.knows(work.namespace)
         for job in work.loads:
             self._loads[job.number] = job
             self._portal.submit(_load, self._transfers(job), self._space(job), token=("load", job.number))
@@ -312,8 +317,7 @@ class WorkerSide:
             self._portal.close(CLOSE_TIMEOUT_S)
 
     def _space(self, job: Job) -> KeySpace:
-        assert self._namespace is not None
-        return self._spaces.get(self._namespace.digest, job.epoch)
+        return self._spaces.get(self._namespace, job.epoch)
 
     @staticmethod
     def _transfers(job: Job) -> list[Transfer]:

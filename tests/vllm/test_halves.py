@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ import pytest
 from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.hashes import BlockHashes
+from kvpool.keys import Namespace
 from kvpool.memory import BlockLayout
 from kvpool.ranks import Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.transport import LookupResult
+from kvpool.vllm.messages import WorkerReport
 from kvpool.vllm.scheduler import SchedulerSide
 from kvpool.vllm.worker import WorkerSide
 from tests.vllm.halves import (
@@ -251,3 +254,49 @@ def test_a_mamba_state_is_saved_from_its_exact_block_and_pinned() -> None:
         side.take_report(reported(released={saving.number: 1}, saved={saving.number: (1, saving is attention)}))
     assert pool.pinned == 0
     assert not side.build_work(output(request, 8 * BLOCK)).saves, "a state that was not stored is gone"
+
+
+def test_what_the_namespace_stands_for_is_sent_once_and_when_a_rank_asks() -> None:
+    large = Namespace.of({"model": "x" * 100_000})
+    side = SchedulerSide(
+        Config.load({}),
+        spec(),
+        lambda: large,
+        "test-chained",
+        FakeClient(LookupResult(0, (0,), EPOCH, 1.0)),  # type: ignore[arg-type]
+        reads=True,
+        writes=True,
+        epoch=EPOCH,
+    )
+
+    def sent() -> int:
+        step = side.build_work(output())
+        assert step.namespace == large.digest
+        return len(pickle.dumps(step, pickle.HIGHEST_PROTOCOL))
+
+    assert sent() > 100_000
+    assert max(sent() for _ in range(20)) < 300
+    side.reset()
+    side.take_report(reported(loaded={7: (1, True)}))
+    assert sent() < 300, "an epoch changes nothing of it"
+    side.take_report(reported(unnamed=True))
+    assert [sent() > 100_000 for _ in range(3)] == [True, False, False]
+
+
+def test_a_rank_that_has_not_seen_it_asks_and_shares_all_the_same(
+    workers: Callable[..., WorkerSide], tmp_path: Path
+) -> None:
+    """As a worker that has started again, or to which the first step's message did not come."""
+    told, late = workers(f"file://{tmp_path}"), workers(f"file://{tmp_path}")
+    first = work(saves=(job(1),))
+    first.engine = NAMESPACE
+    *reports, total = until(told, lambda r: 1 in r.saved, first)
+    assert not total.unnamed
+    *reports, total = until(late, lambda r: 2 in r.loaded, work((job(2),)))
+    assert total.loaded == {2: (1, True)}
+    assert all(report.unnamed for report in reports)
+    assert WorkerReport(released={1: 1}).aggregate(WorkerReport(unnamed=True)).unnamed, "one rank is enough"
+    again = work()
+    again.engine = NAMESPACE
+    assert not step(late, again).unnamed
+    assert not step(late, work())

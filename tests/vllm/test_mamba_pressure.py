@@ -49,7 +49,7 @@ def test_a_state_is_saved_from_the_block_that_was_handed_over(small: Engine) -> 
         engine.run(prompt(1000, seed=next(seeds)), output=1)
     del engine.pool.get_new_blocks
     assert not written & read
-    submit(StepWork(engine.connector.namespace, engine.connector.epoch, [], late, idle=True))
+    submit(StepWork(engine.connector.namespace.digest, engine.connector.epoch, [], late, idle=True))
     engine.forget()
     external = engine.run(tokens)
     assert external.cached == local.cached

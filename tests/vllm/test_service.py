@@ -158,7 +158,7 @@ def saves(side: WorkerSide, number: int) -> bool:
 
 def begin(side: WorkerSide, number: int) -> None:
     ids = np.arange(4)
-    given = StepWork(ENGINE, EPOCH, [], [Job(number, "r", EPOCH, (Part(0, ids, HASHES, ids + 1),))], idle=True)
+    given = StepWork(ENGINE.digest, EPOCH, [], [Job(number, "r", EPOCH, (Part(0, ids, HASHES, ids + 1),))], idle=True)
     side.submit(given)
 
 
@@ -167,7 +167,7 @@ def ends(side: WorkerSide, number: int) -> bool:
     total = WorkerReport()
     while number not in total.saved:
         assert time.monotonic() < end
-        side.collect(StepWork(ENGINE, EPOCH, idle=True))
+        side.collect(StepWork(ENGINE.digest, EPOCH, idle=True))
         total = total.aggregate(side.take_report() or WorkerReport())
     assert total.released == {number: 1}
     return total.saved[number][1]

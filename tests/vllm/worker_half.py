@@ -22,7 +22,7 @@ def job(number: int, blocks: int = 4, seed: int = 0) -> Job:
 
 
 def work(loads: tuple[Job, ...] = (), saves: tuple[Job, ...] = ()) -> StepWork:
-    return StepWork(NAMESPACE, EPOCH, list(loads), list(saves), idle=True)
+    return StepWork(NAMESPACE.digest, EPOCH, list(loads), list(saves), idle=True)
 
 
 def step(side: WorkerSide, given: StepWork) -> WorkerReport:
