@@ -118,6 +118,7 @@ class _Server:
         """Read and start requests for ever. With all slots taken nothing is read: requests run out in the queue."""
         while True:
             await self._drain()
+            await checkpoint()  # handlers that have their answer ready send it before time goes into the next wait
             if self._free:
                 await anyio.wait_readable(self._router.FD)
             else:
