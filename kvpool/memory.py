@@ -274,9 +274,12 @@ class BlockLayout:
         cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)] if len(ids) else []
         for panel, place in self._panels:
             gathered = rows[:, place].reshape(len(ids), *panel.shape[1:])
+            # Rows that lie between the pieces look to numpy as if they overlap; it would copy through fresh memory.
+            width = 1 if np.may_share_memory(panel, rows) else panel.shape[1]
             for start, end in itertools.pairwise(cuts):
                 block = int(ids[start])
-                yield panel[block : block + end - start], gathered[start:end]
+                for j in range(0, panel.shape[1], width):
+                    yield panel[block : block + end - start, j : j + width], gathered[start:end, j : j + width]
 
     def _checked_rows(self, block_ids: npt.ArrayLike, rows: Bytes2D) -> npt.NDArray[np.intp]:
         ids = self.check(block_ids)

@@ -257,7 +257,19 @@ def test_rows_may_be_part_of_a_wider_array() -> None:
 def test_blocks_are_copied_without_memory_in_between(ids: Sequence[int]) -> None:
     layers = np.ones((6, 8, 1 << 16), np.uint8)  # one allocation: numpy copies twice if rows may lie between the layers
     layout = BlockLayout.of_arrays(*layers[:4], layers[5], layers[4])  # not evenly spaced, either
-    rows = np.zeros((len(ids), layout.block_bytes), np.uint8)
+    _copies_once(layout, ids, np.zeros((len(ids), layout.block_bytes), np.uint8))
+
+
+def test_rows_between_evenly_spaced_layers_are_copied_without_memory_in_between() -> None:
+    memory = np.ones((9, 8, 1 << 16), np.uint8)
+    memory[1:4] = 0
+    layout = BlockLayout.of_arrays(memory[0], memory[4], memory[8])
+    rows = memory[1:4].reshape(8, layout.block_bytes)
+    _copies_once(layout, range(8), rows)
+    assert rows.all()
+
+
+def _copies_once(layout: BlockLayout, ids: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
     for copy in (layout.gather, layout.scatter):
         copy(ids, rows)
         tracemalloc.start()
