@@ -234,18 +234,19 @@ def _prove(
     asking = True
     for i, (code, size, head, pieces) in enumerate(values):
         wanted = HEADER_BYTES + size
-        meaning = meaning_of(code)
-        if meaning is Meaning.MISFIT and asking:
+        if code == wanted:
+            if problem := form.problem_of(keys[i], head.tobytes(), pieces):
+                moved.damaged[i] = problem
+            else:
+                moved.whole.append(i)
+            continue
+        if asking and meaning_of(code) is Meaning.MISFIT:
             code = client.native.get_size(names[i])
             asking = meaning_of(code) is not Meaning.UNREACHABLE  # else each would wait for the master's time-out
             if code < 0:
                 codes[i] = code
         if code >= 0 and code != wanted:
             moved.wrong[i] = code
-        elif meaning is Meaning.OK and (problem := form.problem_of(keys[i], head.tobytes(), pieces)):
-            moved.damaged[i] = problem
-        elif meaning is Meaning.OK:
-            moved.whole.append(i)
 
 
 def _address(lease: Lease) -> int:

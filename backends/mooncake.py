@@ -219,12 +219,13 @@ class MooncakeStore(Store):
             # Mooncake's put of a value that is only half there says OK, and a load would find nothing.
             busy = [i for i in first if keys[i] in self._healing or keys[i] in self._putting]
             await self._put_each(keys, [i for i in first if i not in busy], source, results, deadline)
-            with move_on_at(deadline):
-                for key in (keys[i] for i in busy):
-                    for event in (self._healing.get(key), self._putting.get(key)):
-                        if event is not None:
-                            await event.wait()
-            await self._put_each(keys, busy, source, results, deadline)
+            if busy:
+                with move_on_at(deadline):
+                    for key in (keys[i] for i in busy):
+                        for event in (self._healing.get(key), self._putting.get(key)):
+                            if event is not None:
+                                await event.wait()
+                await self._put_each(keys, busy, source, results, deadline)
             # Of equal keys in a batch the first is the one that counts.
             status = {keys[i]: int(results.status[i]) for i in first} if again else {}
             for i in (i for rows in again for i in rows):
@@ -480,8 +481,9 @@ class MooncakeStore(Store):
         return [i for i in rows if large[i]] if large.any() else []
 
     def _done(self, rows: Sequence[int], buffers: Buffers, results: Results) -> None:
-        results.status[rows] = Status.OK
-        results.nbytes[rows] = buffers.nbytes[rows]
+        which = slice(None) if len(rows) == len(results) else rows
+        results.status[which] = Status.OK
+        results.nbytes[which] = buffers.nbytes[which]
 
     def _fail(self, results: Results, rows: Sequence[int], error: StoreError) -> None:
         results.status[rows] = Status.FAILED
