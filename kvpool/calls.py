@@ -7,7 +7,6 @@ Whoever is last, asker or call, lets go of the memory.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from kvpool.store import Presence, Results, Status
 
 __all__ = ["Outcome", "StoreCalls", "checked_presence", "checked_results"]
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Tasks that have ended a call and wait for the next one; further ones go.
@@ -36,7 +34,10 @@ MAX_LEFT_BEHIND = 32
 
 @dataclass(slots=True)
 class Outcome(Generic[T]):
-    """How a call ended: with ``result``, with ``error``, or ``late``: it may still run, and its result is void."""
+    """How a call ended: with ``result``, with ``error``, or ``late``: it may still run, and its result is void.
+
+    An ``error`` beside a result says what is wrong with a part of it.
+    """
 
     result: T | None = None
     error: Exception | None = None
@@ -99,8 +100,6 @@ class StoreCalls:
             if not call.done.is_set() or call.outcome.late:
                 return Outcome(late=True)
             call.lease = None
-            if call.outcome.error is not None:
-                logger.warning("store call failed: %s: %s", type(call.outcome.error).__name__, call.outcome.error)
             return call.outcome
         finally:
             if call.done.is_set():

@@ -7,7 +7,6 @@ What to ask, load and save is decided by :mod:`kvpool.coordinator` and :mod:`kvp
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,18 +19,18 @@ import anyio.abc
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.calls import StoreCalls
+from kvpool.calls import StoreCalls, checked_results
 from kvpool.config import Config
 from kvpool.coordinator import Coordinator, Hit, Probe
 from kvpool.deadlines import move_on_at, running_loop
 from kvpool.errors import ConfigError, KVPoolError, LayoutError, StoreError
-from kvpool.events import Listener, LoadEnded, LookupEnded, ResetDone, SaveEnded, tell
+from kvpool.events import Listener, LoadEnded, LookupEnded, Reporter, ResetDone, SaveEnded
 from kvpool.hashes import BlockHashes
 from kvpool.keys import KeySpace, Namespace
 from kvpool.memory import BlockLayout, Buffers
 from kvpool.metrics import Counters
 from kvpool.pins import Pins
-from kvpool.registry import create_store
+from kvpool.registry import create_store, parse_url
 from kvpool.spec import CacheSpec
 from kvpool.staging import Staging
 from kvpool.store import PRESENT, Presence, Results, Status, Store
@@ -39,7 +38,8 @@ from kvpool.transfers import Transfer, Transfers
 
 __all__ = ["KVPool", "Transfer"]
 
-logger = logging.getLogger(__name__)
+#: A store may evict a manifest, be cleared or start again empty: a pool that saves leaves it this often.
+MANIFEST_EVERY_S, MANIFEST_TIMEOUT_S = 60.0, 1.0
 
 
 class KVPool:
@@ -47,6 +47,7 @@ class KVPool:
 
     ``layouts``: where each group's blocks live, one a group; may be empty for a pool that only looks up. ``shards``:
     which shard of each group this rank holds (0 where a group is not sharded). ``listener``: told what was done.
+    ``name``: what the log calls the store, such as its URL.
     Every call ends by its deadline (absolute on the loop's clock; the configured time-outs where none is given), and
     never raises for what a store does: whatever is not proven is reported as not loaded, not saved, not there.
     """
@@ -62,6 +63,7 @@ class KVPool:
         config: Config | None = None,
         counters: Counters | None = None,
         listener: Listener | None = None,
+        name: str = "",
     ) -> None:
         if layouts and len(layouts) != len(spec.groups):
             raise LayoutError(f"{len(layouts)} block layouts for {len(spec.groups)} groups; give one a group")
@@ -74,11 +76,11 @@ class KVPool:
         self.coordinator = Coordinator(spec)
         self.counters = Counters() if counters is None else counters
         self.keyspace = self._keyspace(epoch_of(self.config.epoch_label))
-        self._listener = listener
+        self._reporter = Reporter(listener, f"store {name or type(store).__name__}")
         self._shards = tuple(shards) or (0,) * len(spec.groups)
         self._queued_save_bytes = 0
         self._saves: set[anyio.Event] = set()
-        self._described: set[str] = set()
+        self._described: dict[str, float] = {}  # manifests, and when each is to be left again
         self._closed = True
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup
@@ -99,7 +101,15 @@ class KVPool:
         """Open the configured store (a URL is enough) and a pool on it. Raises ConfigError or StoreError."""
         settings = Config.load({"store": config}) if isinstance(config, str) else config or Config.load()
         store = create_store(settings.store)
-        pool = cls(store, spec=spec, namespace=namespace, layouts=layouts, config=settings, listener=listener)
+        pool = cls(
+            store,
+            spec=spec,
+            namespace=namespace,
+            layouts=layouts,
+            config=settings,
+            listener=listener,
+            name=str(parse_url(settings.store)),
+        )
         async with pool:
             yield pool
 
@@ -134,6 +144,7 @@ class KVPool:
         if self._closed:
             return
         self._closed = True
+        self._reporter.close()
         self._tasks.cancel_scope.cancel()
         # Not told of the body's exception: the task group would wrap it in an ExceptionGroup.
         await self._stack.__aexit__(None, None, None)
@@ -167,34 +178,44 @@ class KVPool:
         count.lookups += 1
         space = keyspace or self.keyspace
         outcome: Literal["hit", "miss", "late", "failed"]
+        error: Exception | None = None
         hit = Hit(0, (0,) * len(self.spec.groups))
         search = self.coordinator.search(num_tokens, len(hashes), local_tokens=local_tokens)
         try:
             probes = next(search)
             while True:
-                probes = search.send(await self._probe(space, hashes, probes, limit))
+                answer, doubt = await self._probe(space, hashes, probes, limit)
+                error = error or doubt
+                probes = search.send(answer)
         except StopIteration as stop:
             found: Hit = stop.value
             outcome = "hit" if found.length - local_tokens >= max(1, self.config.min_load_tokens) else "miss"
             hit = found if outcome == "hit" else hit
         except TimeoutError:
             outcome = "late"
-        except Exception as error:
-            outcome = "failed"
-            logger.warning("lookup answered as a miss: %s: %s", type(error).__name__, error)
+        except Exception as failure:
+            outcome, error = "failed", failure
+        except anyio.get_cancelled_exc_class():
+            waited = anyio.current_time() - start
+            if not self._closed and waited >= self.config.lookup_timeout_ms / 1000 / 2:
+                self._reporter.given_up("lookup", waited)  # whoever asked has a deadline of its own, a little earlier
+            raise
         count.lookup_hits += outcome == "hit"
         count.lookup_misses += outcome == "miss"
         count.lookup_late += outcome == "late"
         count.lookup_failed += outcome == "failed"
         count.hit_tokens += hit.length
-        if self._listener is not None:
-            tell(self._listener, LookupEnded(outcome, hit.length, num_tokens, anyio.current_time() - start))
+        if error is not None or outcome == "late" or self._reporter.wants_all:
+            self._reporter.tell(LookupEnded(outcome, hit.length, num_tokens, anyio.current_time() - start, error))
         return hit
 
     async def _probe(
         self, keyspace: KeySpace, hashes: BlockHashes, probes: Sequence[Probe], deadline: float
-    ) -> list[Presence]:
-        """Ask the store for one wave: every shard of every probe in one call, reduced over the shards."""
+    ) -> tuple[list[Presence], Exception | None]:
+        """Ask the store for one wave: every shard of every probe in one call, reduced over the shards.
+
+        The second: what keeps the answer from being whole.
+        """
         self.counters.probe_waves += 1
         asked = await self._transfers.present(keyspace.all_shards(hashes, probes), deadline)
         if asked.late:
@@ -211,7 +232,7 @@ class KVPool:
                 every = (every.reshape(shards, size) == PRESENT).all(axis=0).astype(np.uint8)
             answer.append(every)
             start = end
-        return answer
+        return answer, asked.error
 
     async def pin(self, parts: Sequence[Transfer], *, seconds: float, keyspace: KeySpace | None = None) -> Pins:
         """Ask the store to keep these chunks until they are loaded, ``seconds`` at most; an async context manager.
@@ -254,7 +275,8 @@ class KVPool:
         self.counters.load_jobs += 1
         space = keyspace or self.keyspace
         results = await self._transfers.load(parts, space, limit)
-        if keyspace is None and space is not self.keyspace:
+        void = keyspace is None and space is not self.keyspace
+        if void:
             for out in results:
                 out.status[:] = Status.FAILED
                 out.nbytes[:] = 0
@@ -266,6 +288,8 @@ class KVPool:
             corrupt=_count(results, Status.CORRUPT),
             nbytes=sum(int(out.nbytes.sum()) for out in results),
             seconds=anyio.current_time() - start,
+            error=_first_error(results),
+            void=void,
         )
         self.counters.add(
             loaded_chunks=event.loaded,
@@ -275,7 +299,7 @@ class KVPool:
             load_failed_chunks=event.failed,
             load_corrupt_chunks=event.corrupt,
         )
-        tell(self._listener, event)
+        self._reporter.tell(event)
         return results
 
     async def save(
@@ -308,9 +332,10 @@ class KVPool:
             else:
                 queued = self._transfers.nbytes(parts)
                 self._queued_save_bytes += queued
-                self._describe(space)
                 then, copied = copied, None
                 results = await self._transfers.save(parts, space, limit, then)
+                if any(out.ok.any() for out in results):
+                    await self._describe(space, limit)
         finally:
             self._queued_save_bytes -= queued
             self._saves.discard(ended)
@@ -326,6 +351,8 @@ class KVPool:
             failed=_count(results, Status.FAILED, Status.CORRUPT, Status.ABSENT),
             nbytes=sum(int(out.nbytes.sum()) for out in results),
             seconds=anyio.current_time() - start,
+            rejected=0 if drop else _count(results, Status.REJECTED),
+            error=_first_error(results),
         )
         self.counters.add(
             saved_chunks=event.saved,
@@ -335,9 +362,9 @@ class KVPool:
             save_dropped_chunks=event.dropped,
             save_late_chunks=event.late,
             save_failed_chunks=event.failed,
-            save_rejected_chunks=0 if drop else _count(results, Status.REJECTED),
+            save_rejected_chunks=event.rejected,
         )
-        tell(self._listener, event)
+        self._reporter.tell(event)
         return results
 
     async def drain(self, *, deadline: float = math.inf) -> bool:
@@ -358,24 +385,27 @@ class KVPool:
         """
         epoch = os.urandom(16) if label is None else epoch_of(label)
         self.keyspace = self._keyspace(epoch)
-        tell(self._listener, ResetDone(epoch))
+        self._reporter.tell(ResetDone(epoch))
         return epoch
 
     def _keyspace(self, epoch: bytes) -> KeySpace:
         return KeySpace(self.namespace.derive(epoch=epoch.hex()) if any(epoch) else self.namespace, self.spec)
 
-    def _describe(self, keyspace: KeySpace) -> None:
-        """Leave the namespace's manifest in the store, once, so that a person can tell what its values are."""
-        if keyspace.manifest_key in self._described:
+    async def _describe(self, keyspace: KeySpace, deadline: float) -> None:
+        """Leave the namespace's manifest in the store, so that a person can tell what its values are."""
+        key, now = keyspace.manifest_key, anyio.current_time()
+        if now < self._described.get(key, -math.inf):
             return
-        self._described.add(keyspace.manifest_key)
-        text = bytearray(keyspace.namespace.manifest.encode())
-        limit = anyio.current_time() + self.config.save_timeout_s
-
-        async def put() -> Results:
-            return await self.store.put([keyspace.manifest_key], Buffers.of(text), deadline=limit)
-
-        self._tasks.start_soon(self._calls.run, put, limit)
+        self._described[key] = now + MANIFEST_EVERY_S
+        text = Buffers.of(bytearray(keyspace.namespace.manifest.encode()))
+        limit = min(deadline, now + MANIFEST_TIMEOUT_S)
+        ok = False
+        try:
+            put = await self._calls.run(lambda: self.store.put([key], text, deadline=limit), limit)
+            ok = bool(checked_results(put, 1, int(text.nbytes[0]), filled=False).ok.all())
+        finally:
+            if not ok:  # the next save tries again
+                self._described.pop(key, None)
 
     def _limit(self, deadline: float | None, timeout: float) -> float:
         return min(math.inf if deadline is None else deadline, anyio.current_time() + timeout)
@@ -392,3 +422,7 @@ def epoch_of(label: str) -> bytes:
 
 def _count(results: Sequence[Results], *statuses: Status) -> int:
     return sum(int(np.count_nonzero(out.status == status)) for out in results for status in statuses)
+
+
+def _first_error(results: Sequence[Results]) -> Exception | None:
+    return next((error for out in results for error in out.errors.values()), None)

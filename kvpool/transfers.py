@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvpool.admission import Admission
 from kvpool.calls import Outcome, StoreCalls, checked_presence, checked_results
 from kvpool.config import Config
-from kvpool.errors import ConfigError, KVPoolError, LayoutError
+from kvpool.errors import ConfigError, KVPoolError, LayoutError, StoreError
 from kvpool.hashes import BlockHashes
 from kvpool.key_memory import KeyMemory
 from kvpool.keys import KeySpace
@@ -117,7 +117,10 @@ class Transfers:
         asked = checked_presence(asked, len(keys))
         if asked.result is None:
             return asked
-        self._counters.unknown_keys += asked.result.tobytes().count(UNKNOWN)
+        if unknown := asked.result.tobytes().count(UNKNOWN):
+            self._counters.unknown_keys += unknown
+            late = " in time" if anyio.current_time() >= deadline else ""
+            asked.error = StoreError(f"it did not say of {unknown} of {len(keys)} values whether it has them{late}")
         if failed := self._failed.among(keys, anyio.current_time()):
             asked.result = np.array(asked.result)
             asked.result[failed] = ABSENT
@@ -209,6 +212,8 @@ class Transfers:
             asked = await self.present(keys, deadline)
             if asked.result is None:
                 out.status[rows] = Status.TIMED_OUT if asked.late else Status.FAILED
+                if asked.error is not None:
+                    out.errors[int(rows[0])] = asked.error
                 return
             present = np.equal(asked.result, PRESENT)
             out.status[rows[present]] = Status.OK

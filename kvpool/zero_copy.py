@@ -78,7 +78,6 @@ class ZeroCopy:
         try:
             outcome = Outcome(await call(keys, buffers, deadline=deadline))
         except Exception as error:
-            logger.warning("store call failed: %s: %s", type(error).__name__, error)
             outcome = Outcome(error=error)
         finally:
             turns.release()

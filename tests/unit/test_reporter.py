@@ -1,0 +1,200 @@
+"""What a pool's log says of its store, whichever it is: failing, hanging, damaged, full. Nothing while all is well."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
+from kvpool.backends.checked import CheckedStore
+from kvpool.backends.memory import MemoryStore
+from kvpool.errors import StoreError
+from kvpool.events import Reporter
+from kvpool.manifest import read_manifests
+from kvpool.memory import Buffers
+from kvpool.pool import KVPool
+from kvpool.store import Results, Status
+from kvpool.testing.faults import Fault, FaultyStore, Kind
+from tests.unit.test_pool import NAMESPACE, SPEC, Engine, Steered, engine, prompt
+
+pytestmark = pytest.mark.anyio
+
+
+async def serve(e: Engine, seed: int, seconds: float = 30.0) -> None:
+    """One request: looked up, loaded if it is there, saved; ``seconds`` for each."""
+    part = e.pool.transfer(0, prompt(4, seed), range(4), range(4))
+    if (await e.pool.lookup(prompt(4, seed), 17, deadline=anyio.current_time() + seconds)).length:
+        await e.pool.load([part], deadline=anyio.current_time() + seconds)
+    await e.pool.save([part], deadline=anyio.current_time() + seconds)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("kvpool") and r.levelno >= logging.WARNING]
+
+
+async def test_a_store_that_is_well_is_not_spoken_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+    tell = Reporter.tell
+    monkeypatch.setattr(Reporter, "tell", lambda self, event: (events.append(event), tell(self, event)))
+    async with engine(lookup_timeout_ms=30_000) as e:
+        for seed in (1, 2, 1):
+            await serve(e, seed)
+    assert lines(caplog) == []
+    assert [type(event).__name__ for event in events] == ["SaveEnded", "SaveEnded", "LoadEnded", "SaveEnded"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("raise", "fault on purpose: exists"),
+        ("failed", "it did not say of . of . values whether it has them"),
+        ("hang", "no answer within|it did not say .* in time"),
+        ("stuck", "no answer within"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_a_store_that_fails_is_said_once_and_so_is_its_return(
+    kind: Kind, reason: str, wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FaultyStore(MemoryStore())
+    async with engine(CheckedStore(store) if wrapped else store, deadline_grace_s=0.0, lookup_timeout_ms=30_000) as e:
+        await serve(e, 0)
+        store.faults = [Fault(kind=kind)]
+        for seed in range(1, 8):
+            await serve(e, seed, seconds=0.02)
+        (line,) = lines(caplog)
+        assert re.fullmatch(f"store (Faulty|Checked)Store: 1 lookup failed: .*({reason}).*; what .* is computed", line)
+        store.faults = []
+        for seed in range(8, 10):
+            await serve(e, seed)
+        assert len(lines(caplog)) == 2
+        assert "serves again after" in lines(caplog)[1]
+
+
+async def test_a_lookup_that_is_cancelled_without_an_answer_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """As the lookup server does: the client's deadline is a little earlier than the pool's own."""
+    store = Steered()
+    async with engine(store, lookup_timeout_ms=40) as e:
+
+        async def hang(keys: Sequence[str]) -> None:
+            await anyio.sleep(5)
+
+        store.before_exists = hang
+        with anyio.move_on_after(0.001):
+            await e.pool.lookup(prompt(4), 17)
+        assert lines(caplog) == [], "an early end says nothing about the store"
+        with anyio.move_on_after(0.03):
+            await e.pool.lookup(prompt(4), 17)
+        assert "1 lookup failed: no answer within" in lines(caplog)[0]
+
+
+async def test_damaged_values_are_said_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    class Rotten(MemoryStore):
+        async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = float("inf")) -> Results:
+            results = await super().get_into(keys, into, deadline=deadline)
+            for i in range(len(keys)):
+                results.set(i, Status.CORRUPT, error=StoreError("wrong checksum"))
+            return results
+
+    async with engine(Rotten()) as e:
+        for seed in range(3):
+            await serve(e, seed)
+            await serve(e, seed)
+        assert lines(caplog) == [
+            "store Rotten: 4 values damaged: wrong checksum; such a value is not used, its block is computed"
+        ]
+    assert "8 values damaged in" in lines(caplog)[1], "what was not said yet is said at the end"
+
+
+async def test_a_store_that_takes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async with engine(MemoryStore(capacity=10)) as e:
+        for seed in range(3):
+            await serve(e, seed)
+        assert len(lines(caplog)) == 1
+        assert "1 save failed" in lines(caplog)[0]
+
+
+async def test_a_store_that_comes_and_goes_does_not_flood(caplog: pytest.LogCaptureFixture) -> None:
+    store = FaultyStore(MemoryStore())
+    async with engine(store) as e:
+        for seed in range(60):
+            store.faults = [Fault(kind="raise")] if seed % 3 == 0 else [Fault(kind="corrupt", op="get")]
+            await serve(e, seed % 5)
+        assert e.pool.counters.lookup_failed == 20
+        assert e.pool.counters.load_corrupt_chunks > 20
+        assert len(lines(caplog)) == 3, "that it fails, that it serves, and damage"
+
+
+async def test_a_listener_that_fails_does_not_flood(caplog: pytest.LogCaptureFixture) -> None:
+    def listen(event: object) -> None:
+        raise ValueError("a bug")
+
+    async with KVPool(MemoryStore(), spec=SPEC, namespace=NAMESPACE, listener=listen) as pool:
+        for _ in range(20):
+            await pool.lookup(prompt(4), 17)
+        assert lines(caplog) == [
+            "the listener of the pool: 1 call failed: ValueError: a bug; the pool goes on as if it had not"
+        ]
+
+
+async def test_a_reset_says_its_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvpool")
+    async with engine() as e:
+        epoch = e.pool.reset()
+    assert epoch.hex() in caplog.text
+
+
+class TestManifest:
+    async def test_it_comes_when_the_store_is_back(self) -> None:
+        store = Steered()
+
+        async def away(keys: Sequence[str]) -> None:
+            raise StoreError("away")
+
+        store.before_put = away
+        async with engine(store) as e:
+            await serve(e, 1)
+            store.before_put = None
+            await serve(e, 2)
+            assert await self.found(store) == [{"kvpool": 1, "facts": NAMESPACE.facts}]
+            manifests = [key for key in store.stored if "/manifest/" in key]
+            await serve(e, 3)
+            assert [key for key in store.stored if "/manifest/" in key] == manifests, "not with each save"
+
+    async def test_it_comes_again_when_the_store_has_lost_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = Steered()
+        async with engine(store) as e:
+            await serve(e, 1)
+            await store.delete([e.pool.keyspace.manifest_key])
+            await serve(e, 2)
+            assert await self.found(store) == []
+            monkeypatch.setattr("kvpool.pool.anyio.current_time", lambda t=anyio.current_time: t() + 61)
+            await serve(e, 3)
+            assert len(await self.found(store)) == 1
+
+    async def test_one_that_hangs_holds_no_save_up(self) -> None:
+        store = Steered()
+
+        async def hang(keys: Sequence[str]) -> None:
+            if "/manifest/" in keys[0]:
+                await anyio.sleep(60)
+
+        store.before_put = hang
+        async with engine(store, deadline_grace_s=0.0) as e:
+            part = e.pool.transfer(0, prompt(4), range(4), range(4))
+            (saved,) = await e.pool.save([part], deadline=anyio.current_time() + 0.05)
+            assert saved.ok.all()
+
+    async def test_what_is_no_manifest_is_left_out(self) -> None:
+        async with MemoryStore() as store:
+            for rest, text in (("x", b"{}"), ("3", b"{{{"), ("2", b"[]"), ("999999999999", b"{}"), ("7", b"{}")):
+                await store.put([f"{NAMESPACE.hex}/manifest/{rest}"], Buffers.of(bytearray(text)))
+            assert [m async for m in read_manifests(store, NAMESPACE.hex)] == []
+
+    async def found(self, store: Steered) -> list[object]:
+        return [m async for m in read_manifests(store.inner, NAMESPACE.hex)]
