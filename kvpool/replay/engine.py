@@ -5,7 +5,6 @@ It keeps no prefix cache of its own: what it does not load it computes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,6 +14,7 @@ import anyio.lowlevel
 import numpy as np
 
 from kvpool.config import Config
+from kvpool.events import Event, ResetDone
 from kvpool.hashes import BlockHashes
 from kvpool.keys import Namespace
 from kvpool.memory import BlockLayout
@@ -129,27 +129,30 @@ async def run_engine(
     config = job.config
     store = create_store(config.store)
     layout = BlockLayout.of_arrays(memory.array)
-    pool = KVPool(store, spec=SPEC, namespace=job.namespace, layouts=[layout], config=config)
-    log = _LastWarning()
-    logger = logging.getLogger("kvpool")
-    logger.addHandler(log)
-    try:
-        async with pool:
-            done = await _Engine(job, pool, memory, log).run(take, report, await started())
-            stored = None
-            if done and job.bounded and isinstance(store, SupportsScan):
-                stored = sum([1 async for _ in store.scan(pool.keyspace.prefix(0, 0))])
-            return Ended(pool.keyspace.namespace.hex, stored)
-    finally:
-        logger.removeHandler(log)
+    said = _LastError()
+    pool = KVPool(
+        store,
+        spec=SPEC,
+        namespace=job.namespace,
+        layouts=[layout],
+        config=config,
+        listener=said,
+        name=str(parse_url(config.store)),
+    )
+    async with pool:
+        done = await _Engine(job, pool, memory, said).run(take, report, await started())
+        stored = None
+        if done and job.bounded and isinstance(store, SupportsScan):
+            stored = sum([1 async for _ in store.scan(pool.keyspace.prefix(0, 0))])
+        return Ended(pool.keyspace.namespace.hex, stored)
 
 
 class _Engine:
-    def __init__(self, job: Job, pool: KVPool, memory: BlockMemory, log: _LastWarning) -> None:
+    def __init__(self, job: Job, pool: KVPool, memory: BlockMemory, said: _LastError) -> None:
         self.job = job
         self.pool = pool
         self.memory = memory
-        self.log = log
+        self.said = said
         self.counted = pool.counters.snapshot()
         self.late_in_a_row = 0
         self.threads = Threads(1)
@@ -246,17 +249,16 @@ class _Engine:
             bad.append(f"{self.late_in_a_row} requests in a row were late")
         if not bad:
             return ""
-        reason = next(map(str, errors), self.log.message)
+        reason = next(map(str, errors), self.said.message)
         return ", ".join(bad) + (f": {reason}" if reason else "")
 
 
-class _LastWarning(logging.Handler):
-    """Keeps what the core warned of last: why a lookup failed stands only there."""
+class _LastError:
+    """Listens for what the store said last: why a lookup failed stands only there."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
         self.message = ""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        cause = record.args[-1] if isinstance(record.args, tuple) and record.args else None
-        self.message = str(cause) if isinstance(cause, Exception) else record.getMessage()
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, ResetDone) and event.error is not None:
+            self.message = str(event.error)
