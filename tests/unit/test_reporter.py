@@ -12,7 +12,7 @@ import pytest
 from kvpool.backends.checked import CheckedStore
 from kvpool.backends.memory import MemoryStore
 from kvpool.errors import StoreError
-from kvpool.events import Reporter
+from kvpool.events import Event, Reporter
 from kvpool.manifest import read_manifests
 from kvpool.memory import Buffers
 from kvpool.pool import KVPool
@@ -40,7 +40,12 @@ async def test_a_store_that_is_well_is_not_spoken_of(
 ) -> None:
     events: list[object] = []
     tell = Reporter.tell
-    monkeypatch.setattr(Reporter, "tell", lambda self, event: (events.append(event), tell(self, event)))
+
+    def listen(self: Reporter, event: Event) -> None:
+        events.append(event)
+        tell(self, event)
+
+    monkeypatch.setattr(Reporter, "tell", listen)
     async with engine(lookup_timeout_ms=30_000) as e:
         for seed in (1, 2, 1):
             await serve(e, seed)
