@@ -354,8 +354,8 @@ class Link:
                 finally:
                     if not call.ended.is_set():
                         threads.leave(call)
-                    if through:
-                        await call.wait_through()
+                        if through:
+                            await call.wait_through()
                 if not call.ended.is_set():
                     good = False if threads is client.probes else None
                     return None

@@ -38,7 +38,7 @@ class Trial(NamedTuple):
 class _Owner:
     place: Place
     found: float  # when a value was last found there
-    breaker: Breaker = field(default_factory=lambda: Breaker(failures=1, cooldown_s=0.5, max_cooldown_s=5.0))
+    breaker: Breaker = field(default_factory=lambda: Breaker(failures=1, cooldown_s=0.5, max_cooldown_s=2.0))
     doubted: bool = False
     tried: bool = False  # now
     mute: bool = False  # it gave no sign of life

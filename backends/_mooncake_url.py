@@ -51,7 +51,7 @@ class Options(BaseModel):
     failed_key_s: float = Field(default=10.0, ge=0, le=3600, description="seconds, 0 to 3600")
     timeout_s: float = Field(default=5.0, ge=0.01, le=600, description="seconds, 0.01 to 600")
     hang_s: float = Field(default=15.0, ge=0.1, le=3600, description="seconds, 0.1 to 3600")
-    threads: int = Field(default=3, ge=1, le=16, description="transfers at the same time, 1 to 16")
+    threads: int = Field(default=3, ge=1, le=16, description="loads at the same time, and as many puts, 1 to 16")
 
     @field_validator("segment")
     @classmethod

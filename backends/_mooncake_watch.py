@@ -18,7 +18,7 @@ from kvpool.backends._mooncake_client import gives_sign_of_life
 from kvpool.backends._mooncake_codes import TRANSFER_FAIL
 from kvpool.backends._mooncake_link import Client, Link
 from kvpool.backends._mooncake_owners import Place, Trial
-from kvpool.errors import StoreClosed, StoreError
+from kvpool.errors import StoreError
 
 __all__ = ["OwnerWatch"]
 
@@ -107,8 +107,6 @@ class OwnerWatch:
         self._rest_until = anyio.current_time() + INQUIRY_S
         try:
             await self._find(client, list(dict.fromkeys(names)), self._rest_until)
-        except StoreClosed:
-            raise
         except StoreError as error:
             logger.debug("%s", error)
         else:
@@ -144,8 +142,6 @@ class OwnerWatch:
             good = alive if alive is False else await self._load(client, trial.place)
             if good is None and alive:
                 good = True  # it has nothing to be tried with
-        except StoreClosed:
-            raise
         except StoreError as error:  # it is the master that cannot be asked
             logger.debug("%s", error)
         finally:
@@ -181,8 +177,11 @@ class OwnerWatch:
 
 def _place(name: str, replicas: Sequence[Any]) -> Place | None:
     """Of the replica that Mooncake reads, which is the first whole one, if it is in memory."""
-    whole = next((r for r in replicas if r.status.name == "COMPLETE"), None)
-    if whole is None or not whole.is_memory_replica():
+    try:
+        whole = next((r for r in replicas if r.status.name == "COMPLETE"), None)
+        if whole is None or not whole.is_memory_replica():
+            return None
+        found = whole.get_memory_descriptor().buffer_descriptor
+        return Place(found.transport_endpoint, name, found.size)
+    except AttributeError:  # another version's descriptor
         return None
-    found = whole.get_memory_descriptor().buffer_descriptor
-    return Place(found.transport_endpoint, name, found.size)

@@ -67,7 +67,7 @@ def test_trials_of_a_silent_owner_become_rare() -> None:
     gaps = [b - a for a, b in pairwise(times[1:])]
     assert gaps == sorted(gaps)
     assert gaps[0] == 0.5
-    assert set(gaps[-2:]) == {5.0}
+    assert set(gaps[-2:]) == {2.0}
 
 
 def test_a_trial_that_says_nothing_changes_nothing() -> None:
