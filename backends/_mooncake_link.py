@@ -105,9 +105,11 @@ class Client:
     def busy(self) -> bool:
         return bool(self.running)
 
-    def oldest(self) -> float:
-        """Seconds that the longest running call has been running; 0 if there is none."""
-        return max(threads.oldest() for threads in self._threads)
+    def oldest(self, now: float) -> float:
+        """Seconds that the longest running call has been running; 0 if there is none. Transfers hang with any client
+        while an owner is mute, so that those do not count then."""
+        counted = [self.probes] if self.owners.mute(now) else self._threads
+        return max(threads.oldest() for threads in counted)
 
     def stop(self) -> None:
         for threads in self._threads:
@@ -176,7 +178,7 @@ class Link:
                 with move_on_at(anyio.current_time() + min(1.0, limit / 4)):
                     await self._changed.wait()
                 client = self._client
-                if client is not None and client.oldest() > limit:
+                if client is not None and client.oldest(anyio.current_time()) > limit:
                     self._replace(client, f"a call has not come back for {limit:g} s")
 
     async def _attempt(self) -> None:

@@ -28,8 +28,8 @@ T = TypeVar("T")
 #: Seconds that a call may still take when its deadline has passed, or its caller was cancelled, before it is left.
 LATE_S = 0.05
 CANCELLED_S = 1.0
-#: Late calls that others may run beside, for each that may run at a time.
-LEFT = 2
+#: Late calls that others may run beside, for each that may run at a time. Each keeps a core busy while it waits.
+LEFT = 1
 #: Seconds that the end of the interpreter waits for calls under way.
 _DRAIN_S = 2.0
 

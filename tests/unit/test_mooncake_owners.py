@@ -233,6 +233,26 @@ async def test_a_client_is_not_given_up_for_an_owner_that_is_dead(
 
 
 @pytest.mark.anyio
+async def test_a_client_is_not_given_up_for_calls_that_hang_with_a_dead_owner(cluster: Cluster) -> None:
+    async with store_of(cluster, "&hang_s=0.4") as store:
+        await filled(store)
+        silent = cluster.owners[0]
+        cluster.mute.add(silent)
+        with cluster.hanging():
+            limit = anyio.current_time() + 0.05
+            assert (await get(store, KEYS, [SIZE] * 6, deadline=limit))[0].status.tolist() == [Status.TIMED_OUT] * 6
+            with anyio.fail_after(30):
+                while silent not in store._watch.silent():  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            await anyio.sleep(1.0)
+            assert store._link.replaced == 0
+            cluster.mute.clear()
+            with anyio.fail_after(30):  # it answers, and the call still hangs
+                while not store._link.replaced:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+
+
+@pytest.mark.anyio
 async def test_a_client_that_cannot_say_where_values_are_goes_on_as_before(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
