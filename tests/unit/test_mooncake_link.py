@@ -182,7 +182,7 @@ async def test_zero_copy_memory_is_waited_for(cluster: Cluster) -> None:
         hashes = chain_hashes(list(range(16)), 4)
         out = pool.transfer(0, hashes, range(4), range(4))
         assert (await pool.save([out]))[0].ok.all()
-        assert len(cluster.batches[-1][2][0]) == 3, "the header and the two layers"
+        assert len(cluster.batches[0][2][0]) == 3, "the header and the two layers"
         assert pool.staging.peak == 0
         ended: list[Results] = []
 
