@@ -44,8 +44,10 @@ from kvpool.transport import (
 
 __all__ = ["ZmqTransport"]
 
-# Messages that a server reads before its other tasks get a turn.
+# Messages that a server refuses before its other tasks get a turn.
 _BURST = 64
+# Tasks that wait to listen; further ones end.
+_MAX_IDLE = 16
 
 
 class ZmqTransport(LookupTransport):
@@ -82,7 +84,7 @@ class ZmqTransport(LookupTransport):
             wire = ServerWire(self._codec, namespace=namespace, counts=self._counts)
             async with anyio.create_task_group() as tasks:
                 server = _Server(router, wire, Handling(handler, link.peer), link.options.max_handlers, tasks)
-                tasks.start_soon(server.listen)
+                tasks.start_soon(server.work)
                 if auth is not None and link.keys is not None:
                     tasks.start_soon(_authenticate, auth, link.keys)
                 try:
@@ -104,58 +106,68 @@ class ZmqTransport(LookupTransport):
 
 
 class _Server:
+    """Tasks that take turns at listening: who has read a request lets the next one listen, and answers right away.
+
+    A task for each request would cost a turn of the loop and 20 us before its handler begins.
+    """
+
     def __init__(
         self, router: zmq.Socket[bytes], wire: ServerWire, handling: Handling, max_handlers: int, tasks: TaskGroup
     ) -> None:
         self._router = router
         self._wire = wire
         self._handling = handling
-        self._free = max_handlers
-        self._slot_freed = anyio.Event()
+        self._max_handlers = max_handlers
         self._tasks = tasks
+        self._workers = 1
+        self._listening = anyio.Lock(fast_acquire=True)
+        self._waiting: anyio.CancelScope | None = None
 
-    async def listen(self) -> None:
-        """Read and start requests for ever. With all slots taken nothing is read: requests run out in the queue."""
+    async def work(self) -> None:
+        """Listen and answer for ever. While all tasks answer nothing is read: requests run out in the queue."""
+        while self._idle < _MAX_IDLE:
+            async with self._listening:
+                identity, incoming = await self._next()
+                if not self._idle and self._workers < self._max_handlers:
+                    self._workers += 1
+                    self._tasks.start_soon(self.work)
+            await self._answer(identity, incoming)
+        self._workers -= 1
+
+    @property
+    def _idle(self) -> int:
+        """Tasks that wait to listen."""
+        return self._listening.statistics().tasks_waiting
+
+    async def _next(self) -> tuple[bytes, Incoming]:
+        """The next request that is worth handling."""
+        read = 0
         while True:
-            await self._drain()
-            await checkpoint()  # handlers that have their answer ready send it before time goes into the next wait
-            if self._free:
-                await anyio.wait_readable(self._router.FD)
-            else:
-                self._slot_freed = anyio.Event()
-                await self._slot_freed.wait()
+            while (frames := receive(self._router)) is not None:
+                identity, *message = frames
+                verdict = self._wire.accept(message)
+                if isinstance(verdict, Incoming):
+                    return bytes(identity), verdict
+                if verdict is not None:
+                    self._router.send_multipart([bytes(identity), verdict], NOBLOCK)
+                read += 1
+                if read % _BURST == 0:
+                    await checkpoint()  # a flood of garbage must not keep lookups from running
+            try:
+                with anyio.CancelScope() as self._waiting:
+                    await anyio.wait_readable(self._router.FD)
+            finally:
+                self._waiting = None
 
-    async def _drain(self) -> None:
-        """Read until nothing is left or all slots are taken."""
-        while self._read(_BURST):
-            await checkpoint()  # a flood of garbage must not keep lookups from running
-
-    def _read(self, limit: int) -> bool:
-        """Read up to ``limit`` messages; whether there may be more."""
-        for _ in range(limit):
-            if not self._free or (frames := receive(self._router)) is None:
-                return False
-            identity, *message = frames
-            verdict = self._wire.accept(message)
-            if isinstance(verdict, Incoming):
-                self._free -= 1
-                self._tasks.start_soon(self._handle, bytes(identity), verdict)
-            elif verdict is not None:
-                self._send(bytes(identity), verdict)
-        return True
-
-    async def _handle(self, identity: bytes, incoming: Incoming) -> None:
+    async def _answer(self, identity: bytes, incoming: Incoming) -> None:
         left = (incoming.deadline_ns - self._wire.clock.now()) / NS
         outcome = await self._handling.run(incoming.request, anyio.current_time() + left)
-        if outcome is not None:
-            self._send(identity, self._wire.reply(incoming.id, outcome))
-        self._free += 1
-        self._slot_freed.set()
-        await self._drain()  # sending has used up the signal that the listener may wait for
-
-    def _send(self, identity: bytes, reply: bytes) -> None:
-        """To a client that is gone, or takes no more, ZeroMQ drops it."""
-        self._router.send_multipart([identity, reply], NOBLOCK)
+        if outcome is None:
+            return
+        # To a client that is gone, or takes no more, ZeroMQ drops it.
+        self._router.send_multipart([identity, self._wire.reply(incoming.id, outcome)], NOBLOCK)
+        if self._waiting is not None and int(self._router.get(zmq.EVENTS)) & POLLIN:
+            self._waiting.cancel()  # sending has used up the signal that the listener waits for
 
 
 async def _authenticate(auth: zmq.Socket[bytes], keys: Keys) -> None:
