@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import random
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -70,10 +71,13 @@ def continued(name: int, count: int) -> list[int]:
     return tokens
 
 
+_folder = tempfile.TemporaryDirectory(prefix="kvpool-tests-")  # kept until this process ends
+
+
 @functools.cache
 def _model() -> Path:
     """A model directory that is looked at for its shape alone."""
-    folder = Path(tempfile.mkdtemp(prefix="kvpool-tests-"))
+    folder = Path(_folder.name)
     shape = dict.fromkeys(("hidden_size", "intermediate_size"), 64)
     shape |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCAB}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096, **shape}
@@ -82,6 +86,7 @@ def _model() -> Path:
 
 
 @functools.cache
+@patch.dict(os.environ)  # vLLM sets some variables for the engine that is to come
 def _vllm_config(block_size: int, step_tokens: int, drafts: int, save_decoded: bool) -> VllmConfig:
     model = ModelConfig(model=str(_model()), skip_tokenizer_init=True, dtype="float32", max_model_len=2048)
     parallel = ParallelConfig()

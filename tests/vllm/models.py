@@ -86,6 +86,12 @@ def write_llama(
     return folder
 
 
+def dtype(model: Path) -> Any:
+    """What a model directory says of itself; vLLM would make 16 bits out of fp32 by itself."""
+    config = json.loads((model / "config.json").read_text())
+    return config.get("dtype") or config["torch_dtype"]
+
+
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer beside the model: token ``n`` is the word ``wn``, words are split at white space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

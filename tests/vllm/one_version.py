@@ -20,14 +20,16 @@ def main(model: str, folder: str, version: str) -> None:
     faulthandler.dump_traceback_later(150, exit=True)  # tells where it hangs
     import vllm
 
+    from tests.vllm.models import dtype
+
     assert vllm.__version__ == version, f"vLLM {vllm.__version__} was imported from {vllm.__file__}"
     script = Path(folder) / "faults.json"
     store = {"url": "kvpool.testing.faults:FaultyStore", "store": f"file://{folder}/store", "script": str(script)}
-    engine = Engine(Path(model), {"store": store, "failed_key_ttl_s": 0})
+    engine = Engine(Path(model), {"store": store, "failed_key_ttl_s": 0}, dtype=dtype(Path(model)))
     tokens = prompt(1000, seed=1)
     cold = engine.run(tokens)
     local = engine.run(tokens)
-    assert local.cached > 900, "vLLM's own prefix cache did not serve it"
+    assert local.cached > 700, "vLLM's own prefix cache did not serve it"
     engine.forget()
     before = engine.counters["loaded_chunks"]
     loaded = engine.run(tokens)

@@ -1,7 +1,8 @@
-"""An engine in a process of its own: ``python -m tests.vllm.other_process MODEL STORE_URL local|external [TP] [PP]``.
+"""An engine in a process of its own: ``python -m tests.vllm.other_process MODEL STORE_URL PHASE [TP] [PP]``.
 
-"local" computes a prompt, saves it and prints the output of a second run, served by vLLM's own prefix cache; "external"
-prints the output of a first run, served by the store.
+The phase "local" computes a prompt, saves it and prints the output of a second run, served by vLLM's own prefix cache;
+"external" prints the output of a first run, served by the store. "both" prints the first, forgets all it holds in its
+ranks, and prints the second, which spares a start.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENCE, PATIENT, prompt
 def run_engine(
     model: Path, store: str, phase: str, multiprocessing: bool, tensor: int = 1, pipeline: int = 1
 ) -> dict[str, Any]:
-    """What an engine in another process printed: tokens, logprobs, and how many prompt tokens were cached."""
+    """What an engine in another process printed last: tokens, logprobs, and how many prompt tokens were cached."""
+    return run_phases(model, store, phase, multiprocessing, tensor, pipeline)[-1]
+
+
+def run_phases(
+    model: Path, store: str, phase: str, multiprocessing: bool, tensor: int = 1, pipeline: int = 1
+) -> list[dict[str, Any]]:
+    """All that an engine in another process printed."""
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
@@ -38,8 +46,7 @@ def run_engine(
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
     assert lines, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTPUT "))
-    return result
+    return [json.loads(line.removeprefix("OUTPUT ")) for line in lines]
 
 
 def _saves_in_flight(_: Any) -> int:
@@ -50,11 +57,23 @@ def _saves_in_flight(_: Any) -> int:
     return int(group.worker.outstanding()["saves"])
 
 
+def _overwrite(_: Any) -> None:
+    """Runs in each worker's process: nothing stale can help a load."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    group: Any = get_kv_transfer_group()
+    for layout in group.worker.layouts:
+        for region in layout.regions:
+            region.owner.fill_(7.0)
+
+
 def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = "1") -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     from vllm import LLM, SamplingParams
+
+    from tests.vllm.models import dtype
 
     llm: Any = LLM(
         model=model,
@@ -62,7 +81,7 @@ def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = 
         enforce_eager=pipeline == "1",  # vLLM cannot run pipeline stages eagerly on CPU
         tensor_parallel_size=int(tensor),
         pipeline_parallel_size=int(pipeline),
-        dtype="float32",
+        dtype=dtype(Path(model)),
         seed=0,
         max_model_len=2048,
         max_num_batched_tokens=2048,
@@ -81,22 +100,36 @@ def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = 
     def run(tokens: list[int]) -> Any:
         return llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)[0]
 
-    tokens = prompt(1000, seed=1)
-    done = run(tokens)
-    if phase == "local":
-        done = run(tokens)
+    def drain() -> None:
         end = time.monotonic() + PATIENCE
         while any(llm.collective_rpc(_saves_in_flight)):  # they end in the background; steps take note of it
             assert time.monotonic() < end, "saves do not end"
             time.sleep(0.02)
             run(prompt(20, seed=2))
-    best = done.outputs[0]
-    result = {
-        "tokens": list(best.token_ids),
-        "logprobs": [max(entry.logprob for entry in step.values()) for step in best.logprobs],
-        "cached": done.num_cached_tokens,
-    }
-    print("OUTPUT " + json.dumps(result), flush=True)
+
+    def say(done: Any) -> None:
+        best = done.outputs[0]
+        result = {
+            "tokens": list(best.token_ids),
+            "logprobs": [max(entry.logprob for entry in step.values()) for step in best.logprobs],
+            "cached": done.num_cached_tokens,
+        }
+        print("OUTPUT " + json.dumps(result), flush=True)
+
+    tokens = prompt(1000, seed=1)
+    if phase in ("local", "both"):
+        run(tokens)
+        done = run(tokens)
+        drain()
+        say(done)
+    if phase == "both":
+        end = time.monotonic() + PATIENCE
+        while not llm.reset_prefix_cache():  # a pin is released in a later step
+            assert time.monotonic() < end, "pins do not go"
+            run(prompt(20, seed=2))
+        llm.collective_rpc(_overwrite)
+    if phase in ("external", "both"):
+        say(run(tokens))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.vllm.faults import Faults, damaged_loads
 from tests.vllm.mamba import block, group, start, whole
 
 
-@pytest.fixture(scope="module", params=["memory", "file"])
+@pytest.fixture(scope="module", params=[pytest.param("memory", marks=pytest.mark.long), "file"])
 def engine(
     request: pytest.FixtureRequest, mamba_model: Path, faults: Faults, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
