@@ -17,7 +17,7 @@ from tests.vllm.engine import ENVIRONMENT, Engine, prompt
 
 def main(model: str, folder: str, version: str) -> None:
     os.environ.update(ENVIRONMENT)
-    faulthandler.dump_traceback_later(150, exit=True)  # tells where it hangs
+    faulthandler.dump_traceback_later(270, exit=True)  # tells where it hangs
     import vllm
 
     from tests.vllm.models import dtype

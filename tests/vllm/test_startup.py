@@ -189,6 +189,23 @@ def test_a_cache_that_is_replayed_after_a_hit_is_refused(model: Path) -> None:
         cache_spec(vllm_config(model), caches(full(), replayed))
 
 
+def test_drafters_with_kv_of_their_own_are_refused_by_name(model: Path) -> None:
+    ngram: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    connect(vllm_config(model, speculative_config=ngram))
+    with pytest.raises(UnsupportedError, match="group 1: Mamba states with speculative decoding"):
+        connect(vllm_config(model, speculative_config=ngram), full(), _mamba())
+    for method in ("eagle", "draft_model"):
+        config = vllm_config(model, speculative_config={**ngram, "method": method, "model": str(model)})
+        with pytest.raises(UnsupportedError, match=f"speculative decoding by '{method}' is not supported yet"):
+            connect(config)
+
+
+def test_hits_inside_a_block_are_refused_by_name(model: Path) -> None:
+    config = vllm_config(model, prefix_match_unit=16)
+    with pytest.raises(UnsupportedError, match="prefix_match_unit=16"):
+        connect(config)
+
+
 def test_which_ranks_hold_the_same_bytes(model: Path) -> None:
     """A latent is whole on every rank, a state differs on each, heads are shared out."""
     config = vllm_config(model, {"store": "file:///tmp"})

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvpool.errors import UnsupportedError
 from kvpool.vllm import _versions
-from tests.vllm.engine import ENVIRONMENT
-
-ROOT = Path(__file__).parents[2]
-#: What `make` has unpacked, by release.
-OTHERS = {f"0.{minor}": f"0.{minor}.0" for minor in (30, 31)}
+from tests.vllm.releases import OTHERS, run
 
 
 def test_every_tested_release_is_run() -> None:
@@ -28,22 +21,11 @@ def test_every_tested_release_is_run() -> None:
 
 
 @pytest.mark.parametrize("release", OTHERS)
-@pytest.mark.parametrize("kind", ["model", pytest.param("hybrid_model", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("hybrid_model", "mamba_model"))]
+)
 def test_smoke(request: pytest.FixtureRequest, release: str, kind: str, tmp_path: Path) -> None:
-    version = OTHERS[release]
-    wheel = Path(sys.prefix) / f"vllm-{version}"
-    assert wheel.is_dir(), f"vLLM {version} is not unpacked in {wheel}: run `make vllm-versions`"
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{wheel}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.vllm.one_version"]
-    done = subprocess.run(
-        [*command, str(request.getfixturevalue(kind)), str(tmp_path), version],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.stdout.rstrip().endswith("PASSED"), done.stdout[-2000:] + done.stderr[-4000:]
+    run("tests.vllm.one_version", request.getfixturevalue(kind), tmp_path, release=release)
 
 
 def test_the_version_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
