@@ -67,6 +67,7 @@ class Client:
         self.probes = NativeThreads(PROBE_THREADS, f"{name} probe")
         self.trials = NativeThreads(TRIAL_THREADS, f"{name} trial")
         self.owners = Owners()
+        self._mute_at = -math.inf  # when one of them was last seen to be
         self._threads = self.transfers, self.puts, self.probes, self.trials
         self._spans: dict[tuple[int, int], list[Region]] = {}  # what is registered, and what keeps it alive
         self._covered: set[tuple[int, int]] = set()
@@ -106,10 +107,12 @@ class Client:
         return bool(self.running)
 
     def oldest(self, now: float) -> float:
-        """Seconds that the longest running call has been running; 0 if there is none. Transfers hang with any client
-        while an owner is mute, so that those do not count then."""
-        counted = [self.probes] if self.owners.mute(now) else self._threads
-        return max(threads.oldest() for threads in counted)
+        """Seconds that the longest running call has been running; 0 if there is none. While an owner is mute, transfers
+        hang with any client, so that their time counts from then on."""
+        if self.owners.mute(now):
+            self._mute_at = now
+        transfers = max(threads.oldest() for threads in (self.transfers, self.puts, self.trials))
+        return max(self.probes.oldest(), min(transfers, now - self._mute_at))
 
     def stop(self) -> None:
         for threads in self._threads:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +84,9 @@ class Cluster:
                 return
             self._open.append(connection)
             if owner not in self.mute:
-                connection.recv(100)
-                connection.sendall(bytes(9))
+                with suppress(OSError):
+                    connection.recv(100)
+                    connection.sendall(bytes(9))
 
     def connect(self, settings: Settings, host: str) -> Connected:
         self.setups.append(settings)

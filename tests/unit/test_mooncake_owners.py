@@ -118,7 +118,7 @@ SIZE = 4
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    for name, value in {"TICK_S": 0.01, "SLOW_S": 0.1, "INQUIRY_S": 0.1, "SIGN_S": 0.2, "TRIAL_S": 0.2}.items():
+    for name, value in {"TICK_S": 0.01, "SLOW_S": 60.0, "INQUIRY_S": 0.1, "SIGN_S": 0.2, "TRIAL_S": 0.2}.items():
         monkeypatch.setattr(_mooncake_watch, name, value)
     monkeypatch.setattr(_mooncake_link, "CLOSE_S", 0.1)
     monkeypatch.setattr(_mooncake_link, "_hung", [])
@@ -194,6 +194,22 @@ async def test_a_silent_owner_says_nothing_about_the_master(cluster: Cluster) ->
         await until(store, set())
         assert await statuses(store) == [Status.OK] * 6
         assert store._link.replaced == 0
+
+
+@pytest.mark.anyio
+async def test_a_transfer_that_takes_long_is_doubted_before_its_deadline(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_mooncake_watch, "SLOW_S", 0.1)
+    silent = cluster.owners[0]
+    async with store_of(cluster) as store:
+        await filled(store)
+        cluster.mute.add(silent)
+        async with anyio.create_task_group() as tasks:
+            with cluster.hanging(), anyio.fail_after(30):
+                tasks.start_soon(get, store, KEYS, [SIZE] * 6)
+                while silent not in store._watch.silent():  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
 
 
 @pytest.mark.anyio
