@@ -17,7 +17,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-fast test-long servers vllm-versions replay format clean
+.PHONY: help demo demo-vllm test test-fast test-long servers vllm-versions replay bench format clean
 .PHONY: lint lint-ruff lint-format lint-imports lint-mypy lint-pyright
 
 help:
@@ -57,7 +57,7 @@ replay: $(VENV)/.core
 	@for trace in $(or $(TRACES),$(error make replay needs TRACES=DIR, a folder of traces))/*.jsonl; do \
 	  $(bin)/python -m kvpool replay "$$trace" --store '$(STORE)' $(REPLAY_ARGS) || exit 1; echo; done
 
-bench: $(VENV)/.dev $(VENV)/.vllm redis-server
+bench: $(VENV)/.dev $(VENV)/.vllm servers
 	@$(bin)/python -m benchmarks.hot_path $(BENCH_ARGS)
 	@$(bin)/python -m benchmarks.data_path
 	@$(bin)/python -m benchmarks.lookups_under_save

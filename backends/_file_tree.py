@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvpool.backends import _file_format as form
 from kvpool.backends import _file_io as io
+from kvpool.errors import WrongLength
 
-__all__ = ["Damaged", "Tree", "WrongSize"]
+__all__ = ["Damaged", "Tree"]
 
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a planted FIFO must not hang us
@@ -36,10 +37,6 @@ _PARENTS = 16  # directories kept open during one batch
 
 class Damaged(Exception):
     """The file is not a whole value of its key; it has been removed."""
-
-
-class WrongSize(Exception):
-    """The file is a whole value, but not as long as the memory it should fill."""
 
 
 class Tree:
@@ -138,7 +135,7 @@ class Tree:
         return stat.S_ISREG(found.st_mode) and found.st_size >= form.HEADER_BYTES
 
     def read(self, key: str, pieces: Sequence[memoryview]) -> None:
-        """Fill ``pieces``. Raises FileNotFoundError, :class:`Damaged` or :class:`WrongSize`."""
+        """Fill ``pieces``. Raises FileNotFoundError, :class:`Damaged` or WrongLength: a whole value."""
         parent, fan, name = form.place_of(key)
         directory = os.open(fan, io.DIRECTORY, dir_fd=self._parent(parent))
         try:
@@ -160,7 +157,7 @@ class Tree:
         else:
             problem = form.damage(key, head, os.fstat(fd).st_size, None)
             if not problem:
-                raise WrongSize(f"{form.payload_bytes(head)} bytes are stored, {wanted - len(head)} are expected")
+                raise WrongLength(form.payload_bytes(head), wanted - len(head))
         if problem:
             io.remove_if_same(name, directory, fd)
             raise Damaged(problem)

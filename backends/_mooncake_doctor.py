@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from kvpool._options import is_secret
-from kvpool.backends._mooncake_url import Settings
+from kvpool.backends._mooncake_url import SET_HERE, Settings
 from kvpool.deadlines import fail_at
 from kvpool.errors import StoreError
 from kvpool.store import Finding
@@ -32,7 +32,7 @@ async def look(
     """``host``: this client's address, once it is set up; else ``trouble`` is why it is not. ``advice``: what was found
     wrong at set-up. ``silent``: owners that do not answer."""
     if trouble:
-        first = [Finding("fail", f"{trouble}; values are computed until it can be used")]
+        first = [Finding("fail", trouble)]
     else:
         first = [Finding("ok", f"set up as {host}, and it listens on all interfaces"), *await memory(settings)]
     return [
@@ -126,7 +126,7 @@ def _is_up(device: Path) -> bool:
 
 
 def environment() -> list[Finding]:
-    """The variables that Mooncake reads; kvpool has set what the user had not."""
-    names = sorted(name for name in os.environ if name.startswith("MC_"))
+    """The variables for Mooncake that the user has set; those that kvpool has set are its own business."""
+    names = sorted(name for name, value in os.environ.items() if name.startswith("MC_") and SET_HERE.get(name) != value)
     values = (f"{name}={'***' if is_secret(name) else os.environ[name]}" for name in names)
     return [Finding("ok", " ".join(values) or "no variable for Mooncake is set")]

@@ -25,6 +25,9 @@ _HANDSHAKE = "P2PHANDSHAKE"
 _ROOM = 65_535
 _PROGRESS_S = 3
 
+#: The variables of this process that kvpool has set, not the user.
+SET_HERE: dict[str, str] = {}
+
 
 class Options(BaseModel):
     """The options of ``mooncake://master[:port]``."""
@@ -167,7 +170,10 @@ def prepare_environment(
     wanted = _wanted(settings, host)
     target = os.environ if environ is None else environ
     for name, value in wanted.items():
-        target.setdefault(name, value)
+        if name not in target:
+            target[name] = value
+            if target is os.environ:
+                SET_HERE[name] = value
     return wanted
 
 

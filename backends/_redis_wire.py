@@ -104,7 +104,8 @@ class Connection:
                     raise
                 return connection
         except TimeoutError:
-            raise ConnectionLost(f"no connection within {access.timeout:g} s") from None
+            hint = "; does it speak TLS? (redis:// is without)" if access.tls is not None else ""
+            raise ConnectionLost(f"no connection within {access.timeout:g} s{hint}") from None
         except OSError as error:
             raise ConnectionLost(error.strerror or str(error)) from error
         except ValueError as error:  # a name that cannot be one, by the rules of DNS

@@ -13,7 +13,16 @@ import numpy.typing as npt
 from kvpool.errors import ConfigError
 from kvpool.memory import Buffers, Region
 from kvpool.registry import URL
-from kvpool.store import Results, Status, Store, SupportsClear, SupportsDiagnosis, SupportsRegister, SupportsScan
+from kvpool.store import (
+    Results,
+    Status,
+    Store,
+    SupportsClear,
+    SupportsDiagnosis,
+    SupportsMissing,
+    SupportsRegister,
+    SupportsScan,
+)
 
 __all__ = [
     "GRACE_S",
@@ -47,7 +56,12 @@ def check_place(url: URL) -> None:
 
 def pass_on_powers(wrapper: Store, inner: Store) -> None:
     """Give ``wrapper`` the optional powers of ``inner`` as they are, but for those that it has itself."""
-    for name, power in (("scan", SupportsScan), ("clear", SupportsClear), ("diagnose", SupportsDiagnosis)):
+    for name, power in (
+        ("scan", SupportsScan),
+        ("clear", SupportsClear),
+        ("diagnose", SupportsDiagnosis),
+        ("missing", SupportsMissing),
+    ):
         if isinstance(inner, power) and not hasattr(type(wrapper), name):
             setattr(wrapper, name, getattr(inner, name))
     if wrapper.capabilities.zero_copy and isinstance(inner, SupportsRegister):

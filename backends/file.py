@@ -28,9 +28,9 @@ from pydantic import BaseModel, ByteSize, Field
 from kvpool.backends._file_capacity import Capacity
 from kvpool.backends._file_format import BadKey, Checksum
 from kvpool.backends._file_look import look
-from kvpool.backends._file_tree import Damaged, Tree, WrongSize
+from kvpool.backends._file_tree import Damaged, Tree
 from kvpool.backends._lifecycle import Lifecycle
-from kvpool.errors import ConfigError, StoreError
+from kvpool.errors import ConfigError, StoreError, WrongLength
 from kvpool.memory import Buffers
 from kvpool.registry import URL
 from kvpool.store import (
@@ -180,12 +180,18 @@ class FileStore(Store):
 
         return await self._hop(work) or 0
 
+    def missing(self) -> str:
+        """Whether there is no folder yet, or something that is none."""
+        if file := _in_the_way(self._root):
+            return f"file store {self._root}: {file} is a file, not a folder"
+        return "" if os.path.lexists(self._root) else f"file store {self._root}: there is no such folder"
+
     async def diagnose(self) -> Sequence[Finding]:
         """What kind of file system the root is on, how much room there is, and who may write."""
         try:
             return await self._hop(lambda: list(look(self._root, self._limit))) or []
         except StoreError as error:
-            return [Finding("fail", f"{error}; {_MISSES}")]
+            return [Finding("fail", str(error))]
 
     async def _each(
         self,
@@ -204,8 +210,10 @@ class FileStore(Store):
                     self._turn()
                     try:
                         results.set(i, *step(tree, i))
-                    except (Damaged, WrongSize) as error:
+                    except Damaged as error:
                         results.set(i, Status.CORRUPT, error=self._error(key, error))
+                    except WrongLength as error:
+                        results.set(i, Status.CORRUPT, error=error)
                     except (OSError, BadKey) as error:
                         if isinstance(error, FileNotFoundError) and not create:
                             results.set(i, Status.ABSENT)
@@ -223,7 +231,7 @@ class FileStore(Store):
             try:
                 return await (threads or self._threads).run(work)
             except OSError as error:
-                raise StoreError(f"file store {self._root}: {error.strerror or error}") from error
+                raise self._error("", error) from error
         return None
 
     def _tree(self, *, create: bool = False) -> Tree:
@@ -247,5 +255,19 @@ class FileStore(Store):
             logger.warning("%s; %s", self._error("", error), _MISSES)
 
     def _error(self, key: str, error: Exception) -> StoreError:
-        reason = error.strerror if isinstance(error, OSError) else None
+        reason = _reason(self._root, error) if isinstance(error, OSError) else None
         return StoreError(f"file store {self._root}: {key[:100] + ': ' if key else ''}{reason or error}")
+
+
+def _reason(root: str, error: OSError) -> str:
+    """Why the root cannot be used, in words that say what to change where the kernel's do not."""
+    file = _in_the_way(root) if error.errno in (errno.ENOTDIR, errno.EEXIST) else ""
+    return f"{file} is a file, not a folder" if file else error.strerror or str(error)
+
+
+def _in_the_way(root: str) -> str:
+    """The root, or the path to it, if that is a file."""
+    path = root
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path if os.path.exists(path) and not os.path.isdir(path) else ""

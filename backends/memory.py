@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ByteSize, Field
 
 from kvpool.backends._lifecycle import Lifecycle
-from kvpool.errors import ConfigError, WrongLength
+from kvpool.errors import ConfigError, StoreError, WrongLength
 from kvpool.memory import Buffers
 from kvpool.registry import URL
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Capabilities, Presence, Results, Status, Store, check_batch
@@ -229,7 +229,7 @@ class MemoryStore(Store):
             if self._pool.get(keys[i]) is not None:
                 return Status.OK, 0
             if self._capacity is not None and sizes[i] > self._capacity:
-                return Status.REJECTED, 0
+                return Status.REJECTED, 0, self._refused(sizes[i])
             value = np.empty(sizes[i], np.uint8)
             start = 0
             for piece in _slices(source.views(i)):
@@ -238,9 +238,15 @@ class MemoryStore(Store):
                 np.copyto(value[start : start + piece.nbytes], piece)
                 start += piece.nbytes
             stored = self._pool.add(keys[i], value)
-            return (Status.REJECTED, 0) if stored is None else (Status.OK, start if stored else 0)
+            if stored is None:
+                return Status.REJECTED, 0, self._refused(sizes[i])
+            return Status.OK, start if stored else 0
 
         return await self._each(keys, put, deadline, self._copying)
+
+    def _refused(self, nbytes: int) -> StoreError:
+        name = f" {self._name!r}" if self._name else ""
+        return StoreError(f"memory store{name}: no room for {nbytes} bytes in capacity={self._capacity}")
 
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
         async def delete(i: int, turns: _Turns) -> _Outcome:

@@ -78,7 +78,11 @@ class MooncakeStore(Store):
         self._settings = settings
         self._prefix = options.prefix
         self.capabilities = Capabilities(
-            shared=True, zero_copy=settings.zero_copy, headroom=HEADROOM, max_value_bytes=settings.max_value
+            shared=True,
+            zero_copy=settings.zero_copy,
+            headroom=HEADROOM,
+            max_value_bytes=settings.max_value,
+            lent_bytes=int(options.segment),
         )
         self._life = Lifecycle(self._name)
         self._link = Link(settings, self._name, connect)

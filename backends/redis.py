@@ -88,7 +88,7 @@ class RedisStore(Store):
     async def __aenter__(self) -> Self:
         self._life.open()
         timeout = self._settings.timeout
-        findings = [Finding("fail", f"no answer within {timeout:g} s; {_MISSES}")]
+        findings = [Finding("fail", f"no answer within {timeout:g} s")]
         try:
             with self._call(anyio.current_time() + timeout):
                 findings = await self._look(every=False)
@@ -97,7 +97,7 @@ class RedisStore(Store):
             raise
         for finding in findings:
             if finding.level != "ok":
-                logger.warning("%s: %s", self._name, finding)
+                logger.warning("%s: %s%s", self._name, finding, f"; {_MISSES}" if finding.level == "fail" else "")
         return self
 
     async def __aexit__(
@@ -260,7 +260,7 @@ class RedisStore(Store):
             for pool in (await self._servers.pools())[: None if every else 1]:
                 findings.extend(await look(pool, self.capabilities.ttl))
         except (ConnectionLost, ServerError) as error:
-            findings.append(Finding("fail", f"{error}; {_MISSES}"))
+            findings.append(Finding("fail", str(error)))
         return findings
 
 

@@ -29,7 +29,17 @@ from kvpool.deadlines import move_on_at
 from kvpool.errors import StoreClosed, StoreError
 from kvpool.memory import Buffers
 from kvpool.registry import URL, create_store
-from kvpool.store import Finding, Presence, Results, Status, Store, SupportsClear, SupportsDiagnosis, check_batch
+from kvpool.store import (
+    Finding,
+    Presence,
+    Results,
+    Status,
+    Store,
+    SupportsClear,
+    SupportsDiagnosis,
+    SupportsMissing,
+    check_batch,
+)
 
 __all__ = ["TieredStore"]
 
@@ -158,6 +168,11 @@ class TieredStore(Store):
             elif isinstance(tier, SupportsDiagnosis):
                 findings.extend(await tier.diagnose())
         return findings
+
+    def missing(self) -> str:
+        """What opening either tier would make."""
+        tiers = (self.shared, self.near)
+        return next((text for tier in tiers if isinstance(tier, SupportsMissing) and (text := tier.missing())), "")
 
     def _describe(self) -> None:
         """What the tiers can do is known for sure once they are open."""

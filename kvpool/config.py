@@ -88,15 +88,17 @@ class Config(BaseModel):
         *,
         config_file: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
+        name: str = "config",
     ) -> Self:
         """The configuration from all sources; ``values`` may name the file as ``config_file`` too.
 
-        ``environ``: the environment to read, the process's own by default. Raises
-        :class:`~kvpool.errors.ConfigError` that names each bad field, where it was set, its value and what is allowed.
+        ``environ``: the environment to read, the process's own by default. ``name``: what the user knows ``values``
+        as, for messages. Raises :class:`~kvpool.errors.ConfigError` that names each bad field, where it was set, its
+        value and what is allowed.
         """
         given = dict(values or {})
-        if bad := [name for name in given if not isinstance(name, str)]:
-            raise ConfigError(f"config: field names must be text, not {bad[0]!r}")
+        if bad := [field for field in given if not isinstance(field, str)]:
+            raise ConfigError(f"{name}: field names must be text, not {bad[0]!r}")
         environ = os.environ if environ is None else environ
         file = given.pop("config_file", None) or config_file or environ.get(_FILE_VARIABLE)
         if file and not isinstance(file, str | os.PathLike):
@@ -104,28 +106,28 @@ class Config(BaseModel):
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
         layers: list[tuple[Mapping[str, Any], str]] = [(_from_file(Path(file)), str(file))] if file else []
-        layers += [(dict(_from_environment(environ)), "environment"), (given, "config")]
-        for layer, name in layers:
+        layers += [(dict(_from_environment(environ)), "environment"), (given, name)]
+        for layer, place in layers:
             merged |= layer
-            origin |= dict.fromkeys(layer, name)
+            origin |= dict.fromkeys(layer, place)
 
-        def where(name: str) -> str:
-            place = origin.get(name, "config")
-            return f"environment variable {_PREFIX}{name.upper()}" if place == "environment" else place
+        def where(field: str) -> str:
+            place = origin.get(field, name)
+            return f"environment variable {_PREFIX}{field.upper()}" if place == "environment" else place
 
         return validate(cls, merged, where)
 
     @field_validator("store")
     @classmethod
     def _store_is_a_url(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
-        parse_url(value)
+        _check_url(value)
         return value
 
     @field_validator("transport")
     @classmethod
     def _transport_is_a_url(cls, value: str) -> str:
         if value:
-            parse_url(value)
+            _check_url(value)
         return value
 
     @model_validator(mode="after")
@@ -138,6 +140,13 @@ class Config(BaseModel):
         # URLs carry passwords; their own text form hides them.
         for name, value in super().__repr_args__():
             yield name, str(parse_url(value)) if value and name in ("store", "transport") else value
+
+
+def _check_url(value: str | dict[str, Any]) -> None:
+    try:
+        parse_url(value)
+    except ConfigError as error:  # the value stands in front of the message already
+        raise ValueError(str(error).partition("...: ")[2] or str(error)) from None
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

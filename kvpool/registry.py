@@ -8,6 +8,7 @@ or is named straight in the URL: ``my_pkg.mod:MyStore?x=1``.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,7 @@ _BUILTIN: Mapping[str, Mapping[str, str]] = {
 #: Top-level module that may be missing -> the pip extra that brings it.
 _EXTRAS = {"torch": "torch", "pytest": "testing", "hypothesis": "testing"}
 
+_EXAMPLE_CLASS = "my_pkg.mod:Class"
 _CLASS = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 _FORM = re.compile(
     rf"(?P<scheme>{_CLASS}|[A-Za-z][A-Za-z0-9+._-]*)"
@@ -158,10 +160,7 @@ def _parse_text(text: str) -> URL:
         or (user is not None and "@" in (form["query"] or ""))
     ):
         # The text may hold a secret in the wrong place: show no more than its scheme.
-        raise ConfigError(
-            f"{redact_value(text.partition(':')[0])!r}...: not a URL. Write scheme://host/path?option=value or "
-            "my_pkg.mod:Class?option=value, and a # ? / @ that does not part these as %23 %3F %2F %40"
-        )
+        raise ConfigError(f"{redact_value(text.partition(':')[0])!r}...: not a URL. {_advice(text)}")
     scheme = form["scheme"] if ":" in form["scheme"] else form["scheme"].lower()
     username, _, password = (user or "").partition(":")
     place = form["place"] or ""
@@ -182,6 +181,24 @@ def _parse_text(text: str) -> URL:
         params[name] = _decoded(value, text)
     host, username, password, path = (_decoded(part, text) for part in (host, username, password, form["path"]))
     return URL(scheme, host, port, username, password, path, params)
+
+
+def _advice(text: str) -> str:
+    """How a text that is no URL should have been written."""
+    if text.startswith(("/", ".", "~")) and "@" not in text:
+        path = os.path.abspath(os.path.expanduser(text.partition("?")[0]))
+        return f"A folder is written file:// and its absolute path: file://{quote(path)}"
+    scheme, colon, rest = text.partition(":")
+    if colon and not rest.startswith("//") and scheme.lower() in _BUILTIN["stores"]:
+        return f"Write {_example(scheme.lower())}"
+    return (
+        "Write scheme://host/path?option=value or my_pkg.mod:Class?option=value, and a # ? / @ that does not part "
+        "these as %23 %3F %2F %40"
+    )
+
+
+def _example(scheme: str) -> str:
+    return "file:///absolute/path" if scheme == "file" else f"{scheme}://..."
 
 
 def create_store(source: str | Mapping[str, object] | URL) -> Store:
@@ -233,15 +250,18 @@ def _find(group: str, name: str, interface: type[T]) -> type[T]:
     what = group.removesuffix("s")
     if ":" in name:
         target = name
+        if (scheme := name.partition(":")[0].lower()) in _BUILTIN[group]:
+            raise ConfigError(f"{what} {name!r}: not a URL. Write {_example(scheme)}; {_EXAMPLE_CLASS} names a class")
     elif name in _BUILTIN[group]:
         target = _BUILTIN[group][name]
     else:
         found = {f"{e.module}:{e.attr}" for e in _entry_points(group) if e.name == name}
         if not found:
             known = known_names(group)
+            folder = "; a folder is written file:///absolute/path" if group == "stores" else ""
             raise ConfigError(
                 f"unknown {what} {name!r}{did_you_mean(name, known)} "
-                f"(known: {', '.join(known)}; or write module:Class, or install a package that registers it)"
+                f"(known: {', '.join(known)}{folder}; or write module:Class, or install a package that registers it)"
             )
         if len(found) > 1:
             raise ConfigError(f"{what} {name!r} is registered more than once: {', '.join(sorted(found))}")
@@ -259,7 +279,10 @@ def _load(what: str, name: str, target: str) -> object:
     except ModuleNotFoundError as error:
         missing = error.name or module
         if module == missing or module.startswith(f"{missing}."):
-            raise ConfigError(f"{what} {name!r}: no module {missing!r} (is it installed, or misspelt?)") from None
+            raise ConfigError(
+                f"{what} {name!r}: no module {missing!r} (is it installed, or misspelt? A file of your own is found if "
+                "its folder is on Python's path, by PYTHONPATH=/the/folder)"
+            ) from None
         extra = _EXTRAS.get(missing.partition(".")[0])
         install = f"pip install 'kvpool[{extra}]'" if extra else f"install the package that provides {missing!r}"
         raise ConfigError(f"{what} {name!r} needs the module {missing!r}, which is not installed: {install}") from error

@@ -35,6 +35,8 @@ __all__ = [
     "Store",
     "SupportsClear",
     "SupportsDiagnosis",
+    "SupportsMissing",
+    "SupportsPin",
     "SupportsRegister",
     "SupportsScan",
     "check_batch",
@@ -109,6 +111,7 @@ class Capabilities:
     scan: bool = False  #: implements SupportsScan
     headroom: int = 0  #: bytes in front of each value in memory that it would like to use; spares it a copy or a piece
     max_value_bytes: int | None = None  #: larger values are REJECTED
+    lent_bytes: int = 0  #: memory of this process that anybody's values may lie in, as long as the store is open
     loops: frozenset[str] = frozenset({"asyncio", "trio"})  #: event loops it runs on; others are refused by name
 
 
@@ -235,4 +238,13 @@ class SupportsDiagnosis(Protocol):
 
     async def diagnose(self) -> Sequence[Finding]:
         """What a person should know about the place of the values. What cannot be found out is a finding as well."""
+        ...
+
+
+@runtime_checkable
+class SupportsMissing(Protocol):
+    """A store that is made where it does not exist, for commands that only look and must not make one."""
+
+    def missing(self) -> str:
+        """What is not there yet, so that opening would make it; empty if all is there. Blocks for a moment."""
         ...

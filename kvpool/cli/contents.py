@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import anyio
 
+from kvpool.cli.stores import named_store, quiet
 from kvpool.cli.text import printable
 from kvpool.config import Config
-from kvpool.errors import ConfigError
-from kvpool.registry import create_store, parse_url
-from kvpool.store import Store, SupportsClear, SupportsScan
+from kvpool.errors import ConfigError, KVPoolError, WrongLength
+from kvpool.memory import Buffers
+from kvpool.registry import parse_url
+from kvpool.store import Results, Status, Store, SupportsClear, SupportsMissing, SupportsScan
 
 __all__ = ["add_commands"]
 
@@ -23,15 +27,21 @@ T = TypeVar("T")
 
 _NAMESPACE = re.compile("[0-9a-f]{32}")
 _OTHER = "(other keys)"
+_CALL_S = 15.0
+_MANIFEST_BYTES = 16 << 20  # a manifest is a page or two
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="show what a store holds",
-        description="List the namespaces of a store with the number of values in each, by group and shard.",
+        description="List the namespaces of a store with the number of values in each, by group and shard; or, with "
+        "--namespace, show what one of them stands for.",
     )
     inspect.add_argument("store", metavar="URL", help="such as file:///var/cache/kv")
+    inspect.add_argument(
+        "--namespace", type=_namespace, metavar="HEX", help="show the facts that this one stands for (its manifest)"
+    )
     inspect.set_defaults(run=_inspect)
     clear = commands.add_parser(
         "clear",
@@ -47,7 +57,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    found = _on(arguments.store, _count)
+    if arguments.namespace:
+        return _show_manifest(arguments.store, arguments.namespace)
+    config, store = _existing(arguments.store)
+    if not isinstance(store, SupportsScan):
+        raise _cannot(arguments.store, store, "list its keys")
+    found = _run(config, store, _count(store))
+    if not found:
+        print("Nothing is stored.")
+        return 0
+    print(f"{'namespace':32}  {'values':>12}  by group.shard")
     for namespace, groups in sorted(found.items()):
         values = ", ".join(f"{printable(group)}: {n:,}" for group, n in sorted(groups.items()))
         print(f"{namespace:32}  {groups.total():>12,}  {values}")
@@ -55,26 +74,33 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _show_manifest(url: str, namespace: str) -> int:
+    config, store = _existing(url)
+    manifest = _run(config, store, _read(store, f"{namespace}/manifest"))
+    with contextlib.suppress(ValueError):  # else it is shown as it is
+        manifest = json.dumps(json.loads(manifest), indent=2, ensure_ascii=False)
+    for line in manifest.splitlines():
+        print(printable(line))
+    return 0
+
+
 def _clear(arguments: argparse.Namespace) -> int:
     prefix = f"{arguments.namespace}/" if arguments.namespace else ""
     what = f"namespace {arguments.namespace}" if prefix else "everything"
 
-    async def clear(store: Store) -> int:
-        if not isinstance(store, SupportsClear):
-            raise ConfigError(f"{parse_url(arguments.store)}: {type(store).__name__} cannot remove many values at once")
-        return await store.clear(prefix)
-
+    config, store = _existing(arguments.store)
+    if not isinstance(store, SupportsClear):
+        raise _cannot(arguments.store, store, "remove many values at once")
     if not arguments.yes and not _agreed(f"Remove {what} from {printable(str(parse_url(arguments.store)))}? [y/N] "):
         print("Nothing was removed.")
         return 1
-    print(f"{_on(arguments.store, clear):,} values removed")
+    removed = _run(config, store, store.clear(prefix))
+    print(f"{removed:,} values removed")
     return 0
 
 
-async def _count(store: Store) -> dict[str, Counter[str]]:
+async def _count(store: SupportsScan) -> dict[str, Counter[str]]:
     """Values by namespace, and by group and shard. A namespace's manifest, a text for people, counts apart."""
-    if not isinstance(store, SupportsScan):
-        raise ConfigError(f"{type(store).__name__} cannot list its keys")
     found: dict[str, Counter[str]] = defaultdict(Counter)
     async for key in store.scan():
         namespace, _, rest = key.partition("/")
@@ -85,18 +111,50 @@ async def _count(store: Store) -> dict[str, Counter[str]]:
     return found
 
 
-def _on(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
-    """``work`` on an open store. Raises ConfigError, also for a store of which other processes see nothing."""
-    config = Config.load({"store": url})
-    store = create_store(config.store)
+async def _read(store: Store, key: str) -> str:
+    """A small value of unknown length. Raises KVPoolError if there is none."""
+    nbytes, results = 0, Results.empty(1)
+    for _ in range(2):  # the first answer says how long it is
+        value = bytearray(nbytes)
+        results = await store.get_into([key], Buffers.of(value), deadline=anyio.current_time() + _CALL_S)
+        if results.ok[0]:
+            return value.decode(errors="backslashreplace")
+        error = results.errors.get(0)
+        if not isinstance(error, WrongLength) or error.stored > _MANIFEST_BYTES:
+            break
+        nbytes = error.stored
+    if results.status[0] == Status.ABSENT:
+        raise KVPoolError("this namespace has no manifest in the store")
+    raise KVPoolError(f"the manifest cannot be read: {results.errors.get(0) or Status(results.status[0]).name}")
+
+
+def _existing(url: str) -> tuple[Config, Store]:
+    """A store that is there already, closed. Raises ConfigError if other processes see nothing of it, KVPoolError if
+    opening it would make it."""
+    config, store = named_store(url)
     if not store.capabilities.shared:
         raise ConfigError(f"{parse_url(url)} is private to the process that opens it, so this one would find it empty")
+    if isinstance(store, SupportsMissing) and (missing := store.missing()):
+        raise KVPoolError(missing)
+    return config, store
+
+
+def _cannot(url: str, store: Store, what: str) -> ConfigError:
+    return ConfigError(f"{parse_url(url)}: {type(store).__name__} cannot {what}; docs/inspect.md has other ways")
+
+
+def _run(config: Config, store: Store, work: Coroutine[Any, Any, T]) -> T:
+    """``work`` while ``store`` is open."""
 
     async def main() -> T:
         async with store:
-            return await work(store)
+            return await work
 
-    return anyio.run(main, backend=config.event_loop)
+    try:
+        with quiet():
+            return anyio.run(main, backend=config.event_loop)
+    finally:
+        work.close()
 
 
 def _agreed(question: str) -> bool:

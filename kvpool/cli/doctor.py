@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import re
 import time
 from collections.abc import Awaitable, Sequence
 from secrets import token_bytes, token_hex
 from typing import Literal
 
 import anyio
+import numpy as np
 
 from kvpool._options import redact
+from kvpool.cli.stores import named_store, quiet
 from kvpool.cli.text import printable
-from kvpool.config import Config
 from kvpool.errors import KVPoolError
 from kvpool.memory import Buffers
-from kvpool.registry import create_store, parse_url
-from kvpool.store import ABSENT, PRESENT, Results, Status, Store, SupportsDiagnosis
+from kvpool.registry import parse_url
+from kvpool.store import ABSENT, PRESENT, Results, Status, Store, SupportsDiagnosis, SupportsMissing
 
 __all__ = ["add_command"]
 
 _VALUES, _VALUE_BYTES = 16, 64 << 10
 _WHAT = f"{_VALUES} values of {_VALUE_BYTES >> 10} KiB"
 _CALL_S, _ALL_S = 15.0, 60.0
+_PREFIX = "kvpool-doctor/"
+_KEY = re.compile(f"{_PREFIX}[0-9a-f]{{32}}: ")  # in a message: no use to anybody
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,16 +41,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    config = Config.load({"store": arguments.store})
-    examination = _Examination(create_store(config.store))
+    config, store = named_store(arguments.store)
+    examination = _Examination(store)
     print(printable(str(parse_url(arguments.store))))
-    log = logging.getLogger("kvpool")
-    level = log.level
-    log.setLevel(logging.ERROR)  # what a store would warn of when it opens is among its findings
-    try:
+    with quiet():  # what a store would warn of when it opens is among its findings
         anyio.run(examination.run, backend=config.event_loop)
-    finally:
-        log.setLevel(level)
     print("It cannot be used as it is." if examination.failed else "It can be used.")
     return 1 if examination.failed else 0
 
@@ -57,21 +55,32 @@ class _Examination:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.failed = False
+        self._opened = ""  #: to be said once the store has answered: one that is away is open, too
+        self._failures: list[str] = []
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failures)
 
     async def run(self) -> None:
+        missing = self._store.missing() if isinstance(self._store, SupportsMissing) else ""
         begin = time.perf_counter()
         try:
             with anyio.fail_after(_ALL_S):
                 async with self._store:
-                    self._show("ok", f"opened in {_ms(begin)}")
+                    self._opened = f"opened in {_ms(begin)}"
+                    await self._round_trip()
+                    if missing and not self.failed:
+                        text = f"{missing}; it has been made just now"
+                        self._show("warn", text, "is it the one that the engines use?")
                     if not self._store.capabilities.shared:
                         self._show(
                             "warn", "private to one process: it serves an engine alone, and only until that ends"
                         )
-                    await self._round_trip()
                     if isinstance(self._store, SupportsDiagnosis):
                         for finding in await self._store.diagnose():
+                            if any(finding.text in said for said in self._failures):
+                                continue  # a call has met it already
                             self._show(finding.level, finding.text, finding.advice)
         except KVPoolError as error:
             self._show("fail", str(error))
@@ -80,7 +89,7 @@ class _Examination:
 
     async def _round_trip(self) -> None:
         """Does the store give back what it was given, and nothing else? Nothing is left behind."""
-        keys = [f"kvpool-doctor/{token_hex(16)}" for _ in range(_VALUES + 1)]  # nothing is put under the last one
+        keys = [f"{_PREFIX}{token_hex(16)}" for _ in range(_VALUES + 1)]  # nothing is put under the last one
         there = False
         try:
             there = await self._put_and_get(keys)
@@ -115,17 +124,22 @@ class _Examination:
         """Show how a call went; whether each key has the status that is ``wanted``."""
         begin = time.perf_counter()
         results = await call
+        if self._opened and not np.isin(results.status, (Status.FAILED, Status.TIMED_OUT)).all():
+            self._show("ok", self._opened)
+            self._opened = ""
         wrong = [i for i, status in enumerate(wanted) if results.status[i] != status]
         if not wrong:
             self._show("ok", f"{what} in {_ms(begin)}")
             return True
         i = next((i for i in wrong if i in results.errors), wrong[0])
         said = results.errors.get(i) or f"{Status(results.status[i]).name} instead of {wanted[i].name}"
-        self._show("fail", f"{what}: not so for {len(wrong)} of {len(wanted)} keys: {said}")
+        told = _KEY.sub("", str(said))
+        self._show("fail", f"{what}: not so for {len(wrong)} of {len(wanted)} keys: {told}")
         return False
 
     def _show(self, level: Literal["ok", "warn", "fail"], text: str, advice: str = "") -> None:
-        self.failed |= level == "fail"
+        if level == "fail":
+            self._failures.append(text)
         print(f"{level:4}  {printable(redact(text))}")
         if advice:
             print(f"      {printable(redact(advice))}")

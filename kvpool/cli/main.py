@@ -27,6 +27,7 @@ _TOO_MANY_FILES = "; raise the limit of open files (ulimit -n)"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvpool`` with these arguments (those of the process without them); the exit code."""
+    _plug_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to fail
     try:
@@ -52,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"{type(error).__name__}: {error} (with python -X dev there is a traceback)", FAILED)
 
 
+def _plug_streams() -> None:
+    """A standard stream that was closed (``>&-``) is /dev/null: nothing else may get its descriptor."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  for as long as the process lives
+
+
 def _complain(message: str, code: int) -> int:
     complain(message)
     return code
@@ -65,11 +73,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _with_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    from kvpool.cli import contents, doctor, replay  # slow to import, so only where an interrupt is handled
+    from kvpool.cli import contents, doctor, lend, replay  # slow to import, so only where an interrupt is handled
 
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     replay.add_command(commands)
     doctor.add_command(commands)
     contents.add_commands(commands)
+    lend.add_command(commands)
     return parser

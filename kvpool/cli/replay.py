@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvpool.cli.progress import Progress
+from kvpool.cli.stores import named_store
 from kvpool.cli.text import complain, printable
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.replay.engine import Job
@@ -35,7 +36,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Replay a trace of requests: engines look up, load, verify every byte that was loaded, fill in the "
         "rest and save it. The exit code is 0 only if the whole trace was replayed and no block was wrong.",
     )
-    command.add_argument("trace", metavar="TRACE", help="JSON lines with timestamp and hash_ids, 512 tokens a block")
+    command.add_argument(
+        "trace", metavar="TRACE", help="JSON lines with timestamp and hash_ids, 512 tokens a block; - is stdin"
+    )
     command.add_argument("--store", required=True, metavar="URL", help="such as memory:// or file:///var/cache/kv")
     command.add_argument(
         "--engines",
@@ -60,10 +63,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    trace = Trace.load(arguments.trace, arguments.requests)
+    path = "/dev/stdin" if arguments.trace == "-" else arguments.trace
+    trace = Trace.load(path, arguments.requests)
     engines = min(arguments.engines, len(trace))
+    named_store(arguments.store)
     job = Job(trace, arguments.store, arguments.block_bytes, engines, arguments.speed)
-    result = None if arguments.json is None else _Result(arguments.json, arguments.trace)
+    result = None if arguments.json is None else _Result(arguments.json, path)
     bar = Progress(sys.stderr, len(trace))
 
     def show(report: Report) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -36,6 +38,17 @@ class Odd(FaultyStore):
             yield key
 
 
+class Locked(FaultyStore):
+    """Shared, cannot be opened, and cannot list anything."""
+
+    @classmethod
+    def from_url(cls, url: URL) -> Self:
+        return cls(create_store("file:///nowhere"))
+
+    async def __aenter__(self) -> Self:
+        raise AssertionError("it was opened")
+
+
 PROMPTS, _ = made(5)
 UNIQUE = len({block for ids in PROMPTS for block in ids})
 
@@ -59,7 +72,14 @@ def namespaces(tmp_path: Path, store: str) -> list[str]:
 def inspected(store: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     capsys.readouterr()
     assert main(["inspect", store]) == 0
-    return {line[:32].rstrip(): line[32:].strip() for line in capsys.readouterr().out.splitlines()}
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["namespace", "values", "by", "group.shard"]
+    return {line[:32].rstrip(): line[32:].strip() for line in lines}
+
+
+def is_empty(store: str, capsys: pytest.CaptureFixture[str]) -> bool:
+    capsys.readouterr()
+    return main(["inspect", store]) == 0 and capsys.readouterr().out == "Nothing is stored.\n"
 
 
 def test_namespaces_and_their_values(store: str, namespaces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +121,7 @@ def test_clear_asks_and_takes_no_answer_for_no(
     monkeypatch.setattr("builtins.input", ask)
     assert [main(["clear", store]) for _ in range(3)] == [1, 1, 0]
     assert questions[0] == f"Remove everything from {store}? [y/N] "
-    assert inspected(store, capsys) == {"in all": "0"}
+    assert is_empty(store, capsys)
 
 
 def test_clear_needs_someone_to_ask(
@@ -136,6 +156,45 @@ def test_names_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -
 def test_a_private_store_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "memory://", *(["--yes"] if command == "clear" else [])]) == 2
     assert "private to the process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["{}", "guarded://?store={}", "tiered://?near=memory://&shared={}"])
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--namespace", "0" * 32], ["clear", "--yes"]])
+def test_what_is_not_there_is_said_and_not_made(
+    arguments: list[str], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path, words in (("typo", "typo: there is no such folder"), ("file", "file is a file, not a folder")):
+        assert main([*arguments, kind.format(f"file://{tmp_path}/{path}")]) == 1
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.endswith(f"{words}\n")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["clear", "--yes"]])
+def test_a_server_that_is_away_is_told_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "redis://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err == "kvpool: redis store 127.0.0.1:1: Connection refused\n"
+
+
+def test_what_a_namespace_stands_for(
+    store: str, namespaces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url in (store, f"checked://?store=file://{tmp_path}/other"):
+        trace = str(tmp_path / "day.jsonl")
+        assert main(["replay", trace, "--store", url]) == 0
+        capsys.readouterr()
+        assert main(["inspect", url, "--namespace", namespaces[0]]) == 0
+        facts = json.loads(capsys.readouterr().out)["facts"]
+        assert facts == {"replay": Trace.load(trace).digest, "block_tokens": 512, "block_bytes": 1024}
+        assert main(["inspect", url, "--namespace", "0" * 32]) == 1
+        assert capsys.readouterr().err == "kvpool: this namespace has no manifest in the store\n"
+
+
+def test_a_store_that_cannot_list_is_not_even_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "tests.cli.test_contents:Locked"]) == 2
+    assert "Locked cannot list its keys; docs/inspect.md has other ways" in capsys.readouterr().err
 
 
 def test_a_namespace_is_checked(store: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,24 @@ def test_a_replay_that_stops_says_where_and_why(trace: str, tmp_path: Path, caps
     result = json.loads(file.read_text())
     assert not result["complete"]
     message = f"the replay stopped after {result['requests']} of {len(PROMPTS)} requests: line {result['requests']}: "
-    assert capsys.readouterr().err == f"kvpool: {message}the store refused blocks\n"
+    reason = "the store refused blocks: memory store: no room for 1024 bytes in capacity=512"
+    assert capsys.readouterr().err == f"kvpool: {message}{reason}\n"
+
+
+def test_a_trace_from_standard_input(trace: str) -> None:
+    with open(trace) as file:
+        done = subprocess.run(
+            kvpool("replay", "-", "--store", "memory://"), stdin=file, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"blocks verified  {HITS}\n" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_may_be_closed(trace: str, closed: str) -> None:
+    command = ["bash", "-c", f'exec "$@" {closed}', "-", *kvpool("replay", trace, "--store", "memory://")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def doctor(url: str, **environment: str) -> tuple[int, list[str]]:
     run = subprocess.run(
         [sys.executable, "-m", "kvpool", "doctor", url],
         cwd=ROOT,
-        env=os.environ | environment,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MC_")} | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -32,7 +32,7 @@ def test_a_cluster_that_is_well() -> None:
     assert "ok    memory lent to the master: 2 segments, 0 of 128 MiB in use" in lines
     assert "ok    set up as 127.0.0.1, and it listens on all interfaces" in lines
     assert any(line.startswith("ok    mooncake-transfer-engine") for line in lines)
-    assert any("MC_STORE_CLIENT_SETUP_RETRIES=1" in line for line in lines)
+    assert "ok    no variable for Mooncake is set" in lines, "those that kvpool sets are its own business"
     assert not [line for line in lines if line.startswith(("warn", "fail"))]
 
 

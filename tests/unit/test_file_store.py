@@ -262,12 +262,12 @@ async def test_a_root_that_is_a_file_fails_each_key_and_heals(tmp_path: Path, ca
     root = tmp_path / "kv"
     root.write_text("not a folder")
     async with FileStore(root) as store:
-        assert f"{root}: File exists" in caplog.text
+        assert f"{root} is a file, not a folder; values are computed" in caplog.text
         await all_fail(store, Status.FAILED)
         assert (await store.exists(["k"])).tolist() == [UNKNOWN]
-        with pytest.raises(StoreError, match="Not a directory"):
+        with pytest.raises(StoreError, match="is a file, not a folder"):
             await store.clear()
-        with pytest.raises(StoreError, match="Not a directory"):
+        with pytest.raises(StoreError, match="is a file, not a folder"):
             [key async for key in store.scan()]
         root.unlink()
         assert (await get(store, ["k"], [1]))[0].status.tolist() == [Status.ABSENT]
