@@ -27,6 +27,7 @@ __all__ = [
     "kv_bytes_per_token",
     "median_ms",
     "ratio",
+    "say",
     "serve",
     "turns",
 ]
@@ -56,7 +57,7 @@ def serve(model: str, connector: dict[str, Any] | None, longest: int, transfer: 
     )
     engine.run(prompt(min(longest, 1024), seed=0), output=2)  # the first call of anything is slow
     engine.drain()
-    _say({})
+    say({})
     for line in sys.stdin:
         job = json.loads(line)
         if job["forget"]:
@@ -69,7 +70,7 @@ def serve(model: str, connector: dict[str, Any] | None, longest: int, transfer: 
         cpu = time.process_time() - cpu
         grown = {k: v - before[k] for k, v in (engine.counters if connector else {}).items() if v != before[k]}
         answer = {"token": output.tokens, "logprob": output.logprobs, "cached": output.cached}
-        _say({"first_token_s": seconds, "cpu_s": cpu, **answer, "did": grown})
+        say({"first_token_s": seconds, "cpu_s": cpu, **answer, "did": grown})
     engine.close()
 
 
@@ -78,7 +79,7 @@ def kv_bytes_per_token(model: str | Path) -> int:
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4)
 
 
-def _say(what: Run) -> None:
+def say(what: Run) -> None:
     print("SAY " + json.dumps(what), flush=True)
 
 
@@ -126,8 +127,12 @@ class Process:
 
     def run(self, tokens: int, seed: int, forget: bool = False) -> Run:
         """One prompt from arrival until everything is saved. ``forget``: the engine first empties its own cache."""
+        return self.ask(tokens=tokens, seed=seed, forget=forget)
+
+    def ask(self, **job: Any) -> Run:
+        """What the process makes of one line."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"tokens": tokens, "seed": seed, "forget": forget}) + "\n")
+        self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return self.hear()
 
