@@ -1,4 +1,4 @@
-"""A store for benchmarks that moves no bytes: a call takes as long as with a device of fixed speed, and does nothing."""
+"""A store for benchmarks that moves no bytes: a call takes as long as a device of fixed speed, and does nothing."""
 
 from __future__ import annotations
 

@@ -280,12 +280,12 @@ def report(found: Mapping[str, Sequence[Run]], busy: bool) -> None:
 
 def _at(run: Run, kind: str, q: float, parts: list[int]) -> float:
     """A quantile of a run's steps, of the sum of these parts, in microseconds."""
-    times = np.array(run["steps"][kind])[:, parts].sum(axis=1)
-    return float(1e6 * np.percentile(times, q))
+    steps: npt.NDArray[np.float64] = np.array(run["steps"][kind])
+    return 1e6 * float(np.percentile(steps[:, parts].sum(axis=1), q))
 
 
 def _rate(runs: Sequence[Run], counter: str) -> float:
-    return statistics.median(run["did"].get(counter, 0) / run["wall_s"] for run in runs) / 1e6
+    return statistics.median(float(run["did"].get(counter, 0) / run["wall_s"]) for run in runs) / 1e6
 
 
 def main() -> None:
