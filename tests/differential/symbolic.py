@@ -15,9 +15,10 @@ import os
 import random
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -213,10 +214,13 @@ class SymbolicEngine:
         cache = KVCacheConfig(blocks, [], groups, spec.retention_interval, hash_block_size=spec.hash_block_size)
         config = _vllm_config(spec.common_block, step_tokens, drafts, save_decoded)
         config.cache_config.num_gpu_blocks = blocks
-        # What the connector refuses so far is told to it here, to see what it would do.
-        refused = spec.use_eagle or spec.partial_hits
         told = told or spec
-        with patch("kvpool.vllm.connector.cache_spec", lambda *_: told) if refused else nullcontext():
+        client = _Client(told, names)
+        with ExitStack() as patches:
+            channel = SimpleNamespace(polled_client=lambda: client)
+            patches.enter_context(patch("kvpool.vllm.connector.create_transport", lambda _: channel))
+            if spec.use_eagle or spec.partial_hits:  # refused so far: it is told, to see what it would do
+                patches.enter_context(patch("kvpool.vllm.connector.cache_spec", lambda *_: told))
             self.scheduler: Any = Scheduler(
                 config, cache, StructuredOutputManager(config), spec.common_block, spec.hash_block_size
             )
@@ -224,8 +228,6 @@ class SymbolicEngine:
         connector: Any = self.scheduler.connector
         assert connector._spec == told
         self.connector: Any = connector.scheduler
-        self.connector._client.close()
-        self.connector._client = _Client(told, names)
         self.hasher = get_request_block_hasher(spec.hash_block_size, sha256)
         self.memory: list[Content] = [{} for _ in range(blocks)]
         self.sequences: dict[str, _Sequence] = {}
