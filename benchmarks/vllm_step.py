@@ -254,7 +254,7 @@ def measure(sides: Collection[str], runs: int, steps: int, apart: bool, query: s
 def report(found: Mapping[str, Sequence[Run]], busy: bool) -> None:
     """Times are medians over the runs; ratios are taken run by run, against the engine without a connector."""
     whole = [COMPUTED, HELD_UP] if busy else [COMPUTED, HELD_UP, NO_CORE]
-    print(f"{'':26}{'us':>9}{'ratio':>9}{'min to max':>16}{'held up':>10}{'no core':>10}")
+    print(f"{'':26}{'us':>9}{'ratio':>9}{'min to max':>18}{'held up':>10}{'no core':>10}")
     for kind in KINDS:
         number = min(len(run["steps"][kind]) for run in found[WITHOUT])
         print(f"\n{kind}, {number} steps a run or more, {len(found[WITHOUT])} runs")
@@ -266,11 +266,11 @@ def report(found: Mapping[str, Sequence[Run]], busy: bool) -> None:
                 spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
                 line = f"  p{q} {side:<21}{statistics.median(times):>9.0f}"
                 if side != WITHOUT:
-                    line += f"{statistics.median(ratios):>9.3f}{spread:>16}"
+                    line += f"{statistics.median(ratios):>9.3f} {spread:>17}"
                 else:
-                    line += " " * 25
+                    line += " " * 27
                 parts = [statistics.median(_at(run, kind, q, [part]) for run in runs) for part in (HELD_UP, NO_CORE)]
-                print(line + "".join(f"{part:>10.0f}" for part in parts))
+                print(line + "".join(f" {part:>9.0f}" for part in parts))
     print()
     for side, runs in found.items():
         moved = ", ".join(f"{what} {_rate(runs, f'{what}_bytes'):.0f}" for what in ("saved", "loaded"))
