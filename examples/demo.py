@@ -232,6 +232,9 @@ def demo(store: str, directory: Path | None, tokens: int, answer: int) -> int:
     a_prompts = [list(text.encode()) for text in asked.values()]
     a = start(store, a_prompts, answer, compare=False)
     show_writer(list(asked), a)
+    if reason := failure(a["counters"]):
+        print(f"WRONG: the store does not work for process A: {reason}. kvpool doctor tells what is wrong with it.")
+        return 1
 
     chat = [*a_prompts[0], *a["runs"][0]["shared"]["answer"], *b"\nCustomer: That is no answer. Try again.\nYou: "]
     b_prompts = {
@@ -255,12 +258,23 @@ def demo(store: str, directory: Path | None, tokens: int, answer: int) -> int:
     if wrong:
         print("Counted in B:", ", ".join(f"{name} {n}" for name, n in b["counters"].items() if n))
     if not any(r["shared"]["loaded"] for r in b["runs"]):
-        print("Nothing was reused: processes must be able to share the store, which memory:// cannot.")
+        reason = failure(b["counters"])
+        print(
+            f"Nothing was reused: the store does not work for process B: {reason}."
+            if reason
+            else "Nothing was reused: processes must be able to share the store, which memory:// cannot."
+        )
     if not wrong:
         reused, total = sum(r["shared"]["loaded"] for r in b["runs"]), sum(map(len, prompts))
         print(f"Process B did not compute {reused} of {total} prompt tokens; every answer is equal, bit by bit.")
     print(f"({time.perf_counter() - started:.0f} s)")
     return 1 if wrong else 0
+
+
+def failure(counters: dict[str, int]) -> str:
+    """What of the store's work has failed, in its counters; empty if nothing has."""
+    bad = ("lookup_failed", "lookup_late", "save_failed_chunks", "save_rejected_chunks", "save_late_chunks")
+    return ", ".join(f"{name} {counters[name]}" for name in bad if counters[name])
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -65,6 +65,8 @@ class KVPool:
         listener: Listener | None = None,
         name: str = "",
     ) -> None:
+        if isinstance(layouts, BlockLayout):
+            raise LayoutError("layouts is a list of one BlockLayout a group: write layouts=[layout]")
         if layouts and len(layouts) != len(spec.groups):
             raise LayoutError(f"{len(layouts)} block layouts for {len(spec.groups)} groups; give one a group")
         self.config = config or Config.load()
@@ -240,6 +242,7 @@ class KVPool:
         Where the store cannot pin, or does not answer, nothing is pinned: a load may then find them gone.
         """
         self._check_open()
+        self._check_parts(parts)
         space = keyspace or self.keyspace
         keys = [
             key
@@ -253,9 +256,18 @@ class KVPool:
     # ---- load and save
 
     def transfer(self, group: int, hashes: BlockHashes, chunk_ids: npt.ArrayLike, block_ids: npt.ArrayLike) -> Transfer:
-        """The chunks ``chunk_ids`` of a prompt with block hashes ``hashes``, held by ``block_ids``."""
+        """The chunks ``chunk_ids`` of a prompt with block hashes ``hashes``, held by ``block_ids``.
+
+        Raises LayoutError for a group or a chunk that does not exist.
+        """
+        self._check_group(group)
         ids = np.asarray(chunk_ids, np.intp)
-        digests = hashes.pack((ids + 1) * self.spec.hashes_per_block(group) - 1)
+        ratio = self.spec.hashes_per_block(group)
+        try:
+            digests = hashes.pack((ids + 1) * ratio - 1)
+        except IndexError:
+            text = f"chunks {ids.min()} to {ids.max()} of a prompt that has {len(hashes) // ratio} whole ones"
+            raise LayoutError(f"{text} in group {group}, counted from 0") from None
         packed = BlockHashes(digests, hashes.hash_len, scheme=hashes.scheme)
         return Transfer(group, packed, np.asarray(block_ids, np.intp))
 
@@ -267,9 +279,10 @@ class KVPool:
         A block holds the chunk if and only if its status is OK. Any other block is untouched, or undefined if the store
         moves bytes without a copy (``zero_copy``). No block is written after this returns or is cancelled. If
         :meth:`reset` is called meanwhile, nothing counts as loaded (blocks may have been written). Raises LayoutError
-        for a block id that does not exist.
+        for a group or block id that does not exist.
         """
         self._check_open()
+        self._check_parts(parts)
         start = anyio.current_time()
         limit = self._limit(deadline, self.config.load_timeout_s)
         self.counters.load_jobs += 1
@@ -314,13 +327,14 @@ class KVPool:
 
         Chunks that the store already has are OK and not copied; SKIPPED ones were not admitted
         (``save_after_uses``). ``copied`` is called once, as soon as no block of the job will be read any more, at the
-        latest before this returns or raises. Raises LayoutError for a block id that does not exist.
+        latest before this returns or raises. Raises LayoutError for a group or block id that does not exist.
         """
         ended = anyio.Event()
         self._saves.add(ended)
         queued = 0
         try:
             self._check_open()
+            self._check_parts(parts)
             start = anyio.current_time()
             limit = self._limit(deadline, self.config.save_timeout_s)
             self.counters.save_jobs += 1
@@ -413,6 +427,16 @@ class KVPool:
     def _check_open(self) -> None:
         if self._closed:
             raise KVPoolError("the pool is not open: use it inside 'async with'")
+
+    def _check_parts(self, parts: Sequence[Transfer]) -> None:
+        if isinstance(parts, Transfer):
+            raise LayoutError("parts is a list of transfers: write [transfer]")
+        for part in parts:
+            self._check_group(part.group)
+
+    def _check_group(self, group: int) -> None:
+        if not 0 <= group < len(self.spec.groups):
+            raise LayoutError(f"group {group} does not exist: the spec has {len(self.spec.groups)}, counted from 0")
 
 
 def epoch_of(label: str) -> bytes:

@@ -8,6 +8,7 @@ where the script is a JSON list of faults, read again whenever it changes (repla
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -27,9 +28,21 @@ from kvpool._options import validate
 from kvpool.errors import ConfigError, StoreError
 from kvpool.memory import Buffers
 from kvpool.registry import URL, create_store
-from kvpool.store import ABSENT, UNKNOWN, Presence, Results, Status, Store, check_batch
+from kvpool.store import (
+    ABSENT,
+    UNKNOWN,
+    Finding,
+    Presence,
+    Results,
+    Status,
+    Store,
+    SupportsDiagnosis,
+    check_batch,
+)
 
 __all__ = ["Fault", "FaultyStore"]
+
+logger = logging.getLogger(__name__)
 
 Op = Literal["exists", "get", "put", "delete"]
 #: Faults of single keys (the others of the batch are done as ever):
@@ -92,6 +105,8 @@ class FaultyStore(Store):
 
     async def __aenter__(self) -> Self:
         self._reload()
+        if (finding := self._finding()).level == "warn":
+            logger.warning("%s", finding)
         await self.inner.__aenter__()
         return self
 
@@ -137,6 +152,16 @@ class FaultyStore(Store):
             return await self.inner.delete(_pick(keys, index), deadline=deadline)
 
         return (await self._run("delete", keys, delete, deadline))[0]
+
+    async def diagnose(self) -> Sequence[Finding]:
+        """How many faults there are, and what the wrapped store says of itself."""
+        inner = await self.inner.diagnose() if isinstance(self.inner, SupportsDiagnosis) else ()
+        return [self._finding(), *inner]
+
+    def _finding(self) -> Finding:
+        if self._script is not None and not self._version:
+            return Finding("warn", f"faults script {self._script}: there is no such file, so nothing is made to fail")
+        return Finding("ok", f"faults on purpose: {len(self.faults)} rule{'s' * (len(self.faults) != 1)}")
 
     async def _run(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpool.metrics import Counters
+from kvpool.metrics import Counters, counted
 
 __all__ = ["ConnectorCounters", "KVPoolPromMetrics", "KVPoolStats"]
 
@@ -17,15 +17,21 @@ __all__ = ["ConnectorCounters", "KVPoolPromMetrics", "KVPoolStats"]
 class ConnectorCounters:
     """What the connector counts beside the pool. All only ever grow."""
 
-    lookups_unanswered: int = 0  #: no answer within lookup_timeout_ms: the server is away, slow or its store is
-    lookups_refused: int = 0  #: answered with an error: the two ends do not match, or the lookup failed
-    lookups_of_another_epoch: int = 0  #: answered after a reset
-    lookup_replies_dropped: int = 0  #: came late, or belong to nobody
-    lookup_requests_expired: int = 0  #: reached the server after their deadline
-    lookup_requests_refused: int = 0  #: could not be read, or do not fit what the server serves
-    lookups_without_store: int = 0  #: answered as a miss at once: the store is not open
-    failed_jobs: int = 0  #: loads and saves that ended with an error: the store is not open, or they ran out of time
-    quarantined_saves: int = 0  #: long past their deadline: their blocks stay pinned, and nobody waits for them
+    lookups_unanswered: int = counted("Lookups without an answer within lookup_timeout_ms; a miss")
+    lookups_refused: int = counted("Lookups answered with an error: the two ends do not match, or the lookup failed")
+    lookups_of_another_epoch: int = counted("Lookups that were answered after a reset; a miss")
+    lookup_replies_dropped: int = counted("Replies that came late, or belong to nobody")
+    lookup_requests_expired: int = counted("Requests that reached the lookup server after their deadline")
+    lookup_requests_refused: int = counted(
+        "Requests that the lookup server could not read, or that do not fit what it serves"
+    )
+    lookups_without_store: int = counted("Lookups answered as a miss at once because the store is not open")
+    failed_jobs: int = counted(
+        "Loads and saves that ended with an error: the store is not open, or they ran out of time"
+    )
+    quarantined_saves: int = counted(
+        "Saves long past their deadline: their blocks stay pinned, and nobody waits for them"
+    )
 
     def snapshot(self) -> dict[str, int]:
         """A copy as a plain dict."""
@@ -69,7 +75,7 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
         self._counters: dict[str, Any] = {
             field.name: self._counter_cls(
                 name=f"kvpool:{field.name}",
-                documentation=f"kvpool: {field.name.replace('_', ' ')}.",
+                documentation=f"{field.metadata['help']}.",
                 labelnames=self._labelnames,
             )
             for field in (*fields(Counters), *fields(ConnectorCounters))

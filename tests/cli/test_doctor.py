@@ -207,3 +207,11 @@ def test_a_redis_server(said: Said) -> None:
 def test_both_tiers_are_looked_at(tmp_path: Path, said: Said) -> None:
     _, lines = said(f"tiered://?near=guarded://?store=file://{tmp_path}/a&shared=checked://?store=file://{tmp_path}/b")
     assert sum(" free of " in line for line in lines) == 2
+
+
+def test_a_script_of_faults_that_is_not_there(tmp_path: Path, said: Said) -> None:
+    url = f"kvpool.testing.faults:FaultyStore?store=memory://&script={tmp_path}/faults.json"
+    missing = f"warn  faults script {tmp_path}/faults.json: there is no such file, so nothing is made to fail"
+    assert missing in said(url)[1]
+    faults(tmp_path, kind="failed", op="get", times=0)
+    assert "ok    faults on purpose: 1 rule" in said(url)[1]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvpool.admission import Admission
 from kvpool.backends.memory import MemoryStore
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, LayoutError
 from kvpool.events import Event, LoadEnded, LookupEnded, ResetDone, SaveEnded
 from kvpool.memory import Buffers
-from kvpool.pool import KVPool
+from kvpool.pool import KVPool, Transfer
 from kvpool.store import ABSENT, PRESENT, Status
 from tests.unit.test_pool import BLOCK, NAMESPACE, SPEC, Steered, engine, prompt
 
@@ -206,3 +206,27 @@ async def test_a_late_lookup_is_told_as_late() -> None:
     async with KVPool(store, spec=SPEC, namespace=NAMESPACE, listener=told.append) as pool:
         await pool.lookup(prompt(4), 17, deadline=anyio.current_time() + 0.01)
     assert [t.outcome for t in told if isinstance(t, LookupEnded)] == ["late"]
+
+
+async def test_what_does_not_exist_is_refused_by_name() -> None:
+    async with engine() as e:
+        pool = e.pool
+        part = pool.transfer(0, prompt(4), range(4), range(4))
+        for ids in ([4], [-1]):
+            with pytest.raises(LayoutError, match=f"chunks {ids[0]} to {ids[0]} of a prompt that has 4 whole ones"):
+                pool.transfer(0, prompt(4), ids, [0])
+        for group in (len(SPEC.groups), -1):
+            with pytest.raises(LayoutError, match=f"group {group} does not exist: the spec has {len(SPEC.groups)}"):
+                pool.transfer(group, prompt(4), [0], [0])
+            wrong = Transfer(group, part.hashes, part.block_ids)
+            copied: list[bool] = []
+            for call in (pool.load([wrong]), pool.save([wrong], copied=lambda: copied.append(True))):  # noqa: B023
+                with pytest.raises(LayoutError, match=f"group {group} does not exist"):
+                    await call
+            assert copied == [True]
+            with pytest.raises(LayoutError, match=f"group {group} does not exist"):
+                await pool.pin([wrong], seconds=1)
+        with pytest.raises(LayoutError, match=r"write \[transfer\]"):
+            await pool.load(part)  # type: ignore[arg-type]
+        with pytest.raises(LayoutError, match=r"layouts=\[layout\]"):
+            KVPool(MemoryStore(), spec=SPEC, namespace=NAMESPACE, layouts=pool.layouts[0])  # type: ignore[arg-type]
