@@ -19,7 +19,7 @@ import anyio.abc
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.calls import StoreCalls, checked_results
+from kvpool.calls import StoreCalls, checked_presence, checked_results
 from kvpool.config import Config
 from kvpool.coordinator import Coordinator, Hit, Probe
 from kvpool.deadlines import move_on_at, running_loop
@@ -33,13 +33,15 @@ from kvpool.pins import Pins
 from kvpool.registry import create_store, parse_url
 from kvpool.spec import CacheSpec
 from kvpool.staging import Staging
-from kvpool.store import PRESENT, Presence, Results, Status, Store
+from kvpool.store import PRESENT, UNKNOWN, Presence, Results, Status, Store
 from kvpool.transfers import Transfer, Transfers
 
 __all__ = ["KVPool", "Transfer"]
 
 #: A store may evict a manifest, be cleared or start again empty: a pool that saves leaves it this often.
 MANIFEST_EVERY_S, MANIFEST_TIMEOUT_S = 60.0, 1.0
+
+_PROBE = "kvpool/probe"
 
 
 class KVPool:
@@ -70,7 +72,7 @@ class KVPool:
         if layouts and len(layouts) != len(spec.groups):
             raise LayoutError(f"{len(layouts)} block layouts for {len(spec.groups)} groups; give one a group")
         self.config = config or Config.load()
-        Transfers.check(layouts, self.config)
+        Transfers.check(layouts, self.config, store)
         self.store = store
         self.spec = spec
         self.namespace = namespace
@@ -235,6 +237,20 @@ class KVPool:
             answer.append(every)
             start = end
         return answer, asked.error
+
+    async def answers(self, *, deadline: float | None = None) -> bool:
+        """Whether the store tells in time if it has a key that nobody stores. Never raises for what a store does."""
+        self._check_open()
+        limit = self._limit(deadline, self.config.lookup_timeout_ms / 1000)
+
+        async def ask() -> Presence:
+            try:
+                return await self.store.exists([_PROBE], deadline=limit)
+            except Exception:  # an answer too, and none to log: whoever probes a store knows that it is in trouble
+                return np.full(1, UNKNOWN, np.uint8)
+
+        presence = checked_presence(await self._calls.run(ask, limit), 1).result
+        return presence is not None and int(presence[0]) != UNKNOWN
 
     async def pin(self, parts: Sequence[Transfer], *, seconds: float, keyspace: KeySpace | None = None) -> Pins:
         """Ask the store to keep these chunks until they are loaded, ``seconds`` at most; an async context manager.

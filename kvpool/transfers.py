@@ -92,13 +92,19 @@ class Transfers:
         self.staging = Staging(int(config.staging_bytes))
 
     @staticmethod
-    def check(layouts: Sequence[BlockLayout], config: Config) -> None:
-        """Raises ConfigError if not even one block fits the staging memory."""
+    def check(layouts: Sequence[BlockLayout], config: Config, store: Store) -> None:
+        """Raises ConfigError if not even one block fits the staging memory, or the store's largest value."""
         largest = max((layout.block_bytes for layout in layouts), default=0)
         if largest > config.staging_bytes:
             raise ConfigError(
                 f"staging_bytes={int(config.staging_bytes)} does not hold one block of {largest} bytes; "
                 "set it to several times that"
+            )
+        limit = store.capabilities.max_value_bytes
+        if limit is not None and largest > limit:
+            raise ConfigError(
+                f"store: {type(store).__name__} takes values of up to {limit} bytes (max_value_bytes), and one block "
+                f"has {largest}; raise the store's limit, or use smaller blocks"
             )
 
     async def open(self) -> None:

@@ -65,7 +65,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     ``released``: save job -> ranks that will not read its blocks again. ``saved``, ``loaded``: job -> ranks that have
     ended it, and whether every chunk was stored, or loaded, on all of them. ``skipped``: save jobs of which chunks were
     not admitted. ``layouts``: digest of a block layout -> ranks that have it; once, at start. ``unnamed``: a rank has
-    not seen what the engine's digest stands for.
+    not seen what the engine's digest stands for. ``serving``: rank -> whether its store serves, when that has changed,
+    and with everything else that it says, so that what is lost once is heard later.
     """
 
     released: dict[int, int] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     skipped: set[int] = field(default_factory=set)
     layouts: dict[str, int] = field(default_factory=dict)
     unnamed: bool = False
+    serving: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The report of both ranks together."""
@@ -85,6 +87,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.skipped | other.skipped,
             dict(self.layouts),
             self.unnamed or other.unnamed,
+            self.serving | other.serving,
         )
         for job, ranks in other.released.items():
             total.released[job] = total.released.get(job, 0) + ranks
@@ -97,4 +100,4 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return total
 
     def __bool__(self) -> bool:
-        return bool(self.released or self.saved or self.loaded or self.layouts or self.unnamed)
+        return bool(self.released or self.saved or self.loaded or self.layouts or self.unnamed or self.serving)

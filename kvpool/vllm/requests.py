@@ -43,6 +43,8 @@ class RequestState:
     bypass: bool  #: never looked up, loaded or saved
     stale: bool = False  #: computed, in part, before a reset: neither stored nor looked up again
     no_lookup: bool = False  #: a load failed or a lookup was late: computed by the engine in this generation
+    waited: bool = False  #: for news of a rank whose store was away
+    unasked: bool = False  #: such a rank made it a miss
     offered: int = 0  #: local tokens at the last positive match
     joined: BlockHashes | None = None  #: see hashes()
 

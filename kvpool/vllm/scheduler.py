@@ -14,6 +14,7 @@ from kvpool.config import Config
 from kvpool.keys import Namespace
 from kvpool.spec import CacheSpec
 from kvpool.transport import PolledLookupClient
+from kvpool.vllm.health import RanksAway
 from kvpool.vllm.jobs import Jobs
 from kvpool.vllm.loads import Loads
 from kvpool.vllm.lookups import Lookups
@@ -66,6 +67,7 @@ class SchedulerSide:
         self._lookups = Lookups(config, spec, self._names, client, self.counters)
         self._loads = Loads(self._jobs, spec.parallel.size)
         self._saves = Saves(config, spec, self._requests, self._jobs, self.counters)
+        self._away = RanksAway()
         self._layouts: set[str] = set()
         self._told: dict[str, int] = {}
         self._name_engine = True
@@ -115,10 +117,22 @@ class SchedulerSide:
         state = self._requests.of(request) or self.on_new_request(request)
         if state.bypass or state.no_lookup or state.stale:
             return 0
+        if self._away.ranks:
+            return self._without(state)
         tokens = self._lookups.match(state, local_tokens)
         if tokens:
             state.offered = local_tokens
         return tokens
+
+    def _without(self, state: RequestState) -> int | None:
+        """A rank could not load its part of a hit. If that is old news, one step tells whether it still holds."""
+        if not state.waited and self._away.stale():
+            state.waited = True
+            return None
+        self.counters.lookups_without_rank += not state.unasked
+        state.unasked = True
+        self._lookups.drop(state)
+        return 0
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has blocks for ``external_tokens``: make the load job of the next step."""
@@ -145,6 +159,7 @@ class SchedulerSide:
         if not isinstance(report, WorkerReport):
             return
         self._name_engine |= report.unnamed
+        self._away.take(report.serving)
         self._compare_layouts(report.layouts)
         events = self._events
         for load in self._loads.take_report(report):

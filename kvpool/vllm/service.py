@@ -15,6 +15,7 @@ import anyio
 
 from kvpool.errors import StoreError
 from kvpool.pool import KVPool
+from kvpool.vllm.health import MAX_PROBE_S, Health
 
 __all__ = ["Service"]
 
@@ -28,15 +29,20 @@ RETRY_S, MAX_RETRY_S = 0.25, 30.0
 
 
 class Service:
-    """``open_pool`` makes a new pool for each try. ``serve`` answers lookups while its context lasts, or None."""
+    """``open_pool`` makes a new pool for each try. ``serve`` answers lookups while its context lasts, or None.
+
+    ``health`` is told whether the pool opens, and made well again by probes.
+    """
 
     def __init__(
         self,
         open_pool: Callable[[], AbstractAsyncContextManager[KVPool]],
         serve: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+        health: Health | None = None,
     ) -> None:
         self._open_pool = open_pool
         self._serve = serve
+        self._health = health or Health()
         self._pool: KVPool | None = None
         self._tried = anyio.Event()
         self._failures: dict[str, str] = {}
@@ -50,8 +56,11 @@ class Service:
             tasks.start_soon(self._keep, STORE, self._hold_pool)
             if self._serve is not None:
                 tasks.start_soon(self._keep, SERVER, self._serve)
+            probing = anyio.CancelScope()
+            tasks.start_soon(self._probe, probing)
             yield self
             self._stop.set()
+            probing.cancel()
             for scope in self._opening:
                 scope.cancel()
 
@@ -62,7 +71,11 @@ class Service:
 
     async def pool(self) -> KVPool:
         """The open pool; waits for the first try. Raises StoreError while it is not open after that."""
-        await self._tried.wait()
+        try:
+            await self._tried.wait()
+        except BaseException:  # a job has waited in vain for a store that hangs as it opens
+            self._health.failed()
+            raise
         if self._pool is None:
             raise StoreError(f"the store is not open: {self._failures.get(STORE, 'it has been closed')}")
         return self._pool
@@ -71,10 +84,34 @@ class Service:
     async def _hold_pool(self) -> AsyncIterator[None]:
         async with self._open_pool() as self._pool:
             self._tried.set()
+            self._health.answered()
             try:
                 yield
             finally:
                 self._pool = None
+
+    async def _probe(self, scope: anyio.CancelScope) -> None:
+        """While the store is held to be away, ask it whether it answers; what does not open answers by opening."""
+        with scope:
+            while True:
+                await self._health.doubted.wait()
+                probes = 0
+                while not self._health.serves:
+                    await anyio.sleep(self._health.delay(probes))
+                    probes += 1
+                    if await self._answers():
+                        self._health.answered()
+
+    async def _answers(self) -> bool:
+        pool = self._pool
+        try:
+            return (
+                pool is not None
+                and await pool.answers(deadline=anyio.current_time() + MAX_PROBE_S)
+                and pool is self._pool
+            )
+        except Exception:  # it has just been closed
+            return False
 
     async def _keep(self, what: str, open_it: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         """Hold it open until the service ends; after a failure open it again."""
@@ -105,6 +142,7 @@ class Service:
             )
             self._failures[what] = failure
             if what is STORE:
+                self._health.failed()
                 self._tried.set()
             with anyio.move_on_after(delay):
                 await self._stop.wait()

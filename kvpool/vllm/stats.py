@@ -26,6 +26,7 @@ class ConnectorCounters:
         "Requests that the lookup server could not read, or that do not fit what it serves"
     )
     lookups_without_store: int = counted("Lookups answered as a miss at once because the store is not open")
+    lookups_without_rank: int = counted("Requests not looked up, a miss at once, because a rank's store is away")
     failed_jobs: int = counted(
         "Loads and saves that ended with an error: the store is not open, or they ran out of time"
     )

@@ -33,6 +33,7 @@ from kvpool.spec import CacheSpec
 from kvpool.store import Results, Status
 from kvpool.transfers import Transfers
 from kvpool.transport import LookupRequest, LookupResult
+from kvpool.vllm.health import Health
 from kvpool.vllm.messages import Job, StepWork, WorkerReport
 from kvpool.vllm.service import Service
 from kvpool.vllm.stats import ConnectorCounters, growth
@@ -106,6 +107,7 @@ class WorkerSide:
     ) -> None:
         self._config = config
         self._spec = spec
+        self._number = spec.parallel.ranks().index(rank)
         self._server = None if transport is None else create_transport(transport)
         heads = tuple(kv_heads) or (None,) * len(spec.groups)
         self._shards = [spec.parallel.shard(rank, h) for h in heads]
@@ -126,13 +128,15 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._portal: Portal[Service] | None = None
         self._awake = False
+        self._health = Health()
+        self._said_serving = True
 
     def start(self, layouts: Sequence[BlockLayout], layout: Fact) -> None:
         """Start the event loop, the store and the lookup server, in the background. What fails there is tried again.
 
-        Raises ConfigError if the staging memory does not hold one block.
+        Raises ConfigError if the staging memory or a value of the store does not hold one block.
         """
-        Transfers.check(layouts, self._config)
+        Transfers.check(layouts, self._config, create_store(self._config.store))
         self.layouts = tuple(layouts)
         self._spaces = _Spaces(self._spec, layout)
         self._report.layouts[hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()] = 1
@@ -157,13 +161,14 @@ class WorkerSide:
     def resume(self) -> None:
         """The block memory is there: begin to serve. Idempotent."""
         if not self._awake:
+            self._health = Health()
             self._portal = Portal(self._lifespan, backend=self._config.event_loop)
             self._portal.start()
             self._awake = True
 
     def _lifespan(self) -> AbstractAsyncContextManager[Service]:
         """The event loop's life: the pool and, on the first rank, a server for the scheduler's lookups."""
-        config, server = self._config, self._server
+        config, server, health = self._config, self._server, self._health
 
         def open_pool() -> KVPool:
             return KVPool(
@@ -174,6 +179,7 @@ class WorkerSide:
                 shards=self._shards,
                 config=config,
                 counters=self._counters,
+                listener=health.on_event,
             )
 
         async def answer(request: LookupRequest) -> LookupResult:
@@ -188,7 +194,7 @@ class WorkerSide:
             )
             return LookupResult(hit.length, hit.boundaries, request.epoch, config.max_age_s)
 
-        service = Service(open_pool, None if server is None else lambda: server.serve(answer))
+        service = Service(open_pool, None if server is None else lambda: server.serve(answer), health)
         return service.run()
 
     # ---- one step
@@ -288,6 +294,9 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """What the scheduler's half needs to know, or None."""
         report, self._report = self._report, WorkerReport()
+        serves = self._health.serves
+        if report or not serves or serves != self._said_serving:
+            report.serving[self._number] = self._said_serving = serves
         return report or None
 
     def take_stats(self) -> dict[str, int]:

@@ -98,6 +98,21 @@ def test_staging_that_holds_no_block_is_refused_at_start() -> None:
         WorkerSide(config, spec(), None).start([BlockLayout.of_arrays(np.zeros((4, 32), np.uint8))], {})
 
 
+@pytest.mark.parametrize(("limit", "refused"), [(31, True), (32, False)])
+def test_a_store_that_takes_no_block_is_refused_at_start(limit: int, refused: bool) -> None:
+    config = Config.load({"store": f"redis://127.0.0.1:1?max_value={limit}", "save_timeout_s": 0.1})
+    side = WorkerSide(config, spec(), None)
+    layouts = [BlockLayout.of_arrays(np.zeros((4, 32), np.uint8))]
+    try:
+        if refused:
+            with pytest.raises(ConfigError, match=r"RedisStore takes values of up to 31 bytes .* one block has 32"):
+                side.start(layouts, {})
+        else:
+            side.start(layouts, {})
+    finally:
+        side.close()
+
+
 def test_an_answer_counts_once_whatever_its_age() -> None:
     client = FakeClient(LookupResult(12, (12,), EPOCH, 0.0))
     side = scheduler(FakePool(64), client=client, lookup_grace_ms=0)
