@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -16,10 +15,11 @@ import anyio
 from kvpool.cli.stores import named_store, quiet
 from kvpool.cli.text import printable
 from kvpool.config import Config
-from kvpool.errors import ConfigError, KVPoolError, WrongLength
-from kvpool.memory import Buffers
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.keys import Fact
+from kvpool.manifest import read_manifests
 from kvpool.registry import parse_url
-from kvpool.store import Results, Status, Store, SupportsClear, SupportsMissing, SupportsScan
+from kvpool.store import Store, SupportsClear, SupportsMissing, SupportsScan
 
 __all__ = ["add_commands"]
 
@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 _NAMESPACE = re.compile("[0-9a-f]{32}")
 _OTHER = "(other keys)"
-_CALL_S = 15.0
-_MANIFEST_BYTES = 16 << 20  # a manifest is a page or two
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +56,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.namespace:
-        return _show_manifest(arguments.store, arguments.namespace)
+        return _show_manifests(arguments.store, arguments.namespace)
     config, store = _existing(arguments.store)
     if not isinstance(store, SupportsScan):
         raise _cannot(arguments.store, store, "list its keys")
@@ -74,13 +72,20 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show_manifest(url: str, namespace: str) -> int:
+def _show_manifests(url: str, namespace: str) -> int:
     config, store = _existing(url)
-    manifest = _run(config, store, _read(store, f"{namespace}/manifest"))
-    with contextlib.suppress(ValueError):  # else it is shown as it is
-        manifest = json.dumps(json.loads(manifest), indent=2, ensure_ascii=False)
-    for line in manifest.splitlines():
-        print(printable(line))
+    if not isinstance(store, SupportsScan):
+        raise _cannot(url, store, "list its keys")
+
+    async def read() -> list[dict[str, Fact]]:
+        return [manifest async for manifest in read_manifests(store, namespace)]
+
+    found = _run(config, store, read())
+    if not found:
+        raise KVPoolError("this namespace has no manifest in the store")
+    for manifest in found:
+        for line in json.dumps(manifest, indent=2, sort_keys=True, ensure_ascii=False).splitlines():
+            print(printable(line))
     return 0
 
 
@@ -109,23 +114,6 @@ async def _count(store: SupportsScan) -> dict[str, Counter[str]]:
         else:
             found[_OTHER][namespace] += 1
     return found
-
-
-async def _read(store: Store, key: str) -> str:
-    """A small value of unknown length. Raises KVPoolError if there is none."""
-    nbytes, results = 0, Results.empty(1)
-    for _ in range(2):  # the first answer says how long it is
-        value = bytearray(nbytes)
-        results = await store.get_into([key], Buffers.of(value), deadline=anyio.current_time() + _CALL_S)
-        if results.ok[0]:
-            return value.decode(errors="backslashreplace")
-        error = results.errors.get(0)
-        if not isinstance(error, WrongLength) or error.stored > _MANIFEST_BYTES:
-            break
-        nbytes = error.stored
-    if results.status[0] == Status.ABSENT:
-        raise KVPoolError("this namespace has no manifest in the store")
-    raise KVPoolError(f"the manifest cannot be read: {results.errors.get(0) or Status(results.status[0]).name}")
 
 
 def _existing(url: str) -> tuple[Config, Store]:

@@ -59,6 +59,13 @@ def test_code_runs(page: Path, anyio_backend: str, tmp_path: Path, monkeypatch: 
             exec(code, names)
 
 
+@pytest.mark.parametrize("page", CODE, ids=name)
+def test_a_page_says_where_its_awaits_belong(page: Path) -> None:
+    """Such a block does not run when it is pasted into a script."""
+    awaits = any(code.co_flags & inspect.CO_COROUTINE for code in CODE[page])
+    assert not awaits or "`async def`, run by `anyio.run`" in page.read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
