@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +22,7 @@ from kvpool.vllm.health import MAX_PROBE_S, STALE_S, Health
 from kvpool.vllm.messages import WorkerReport
 from kvpool.vllm.worker import WorkerSide
 from tests.vllm.halves import EPOCH, FakeClient, FakePool, FakeRequest, output, reported, scheduler, spec
+from tests.vllm.rank_away import RUNS
 from tests.vllm.worker_half import job, step, until, work
 
 
@@ -168,3 +173,33 @@ def test_a_rank_tells_that_its_store_is_away_and_that_it_is_back(tmp_path: Path)
         assert total.loaded == {3: (1, True)}
     finally:
         side.close()
+
+
+@pytest.mark.long
+def test_one_of_two_ranks_of_an_engine(model: Path, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function of ours in the worker's process
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.rank_away", str(model), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
+    assert lines, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTPUT "))
+    cold, before, away, back = (result[name] for name in ("cold", "before", "away", "back"))
+    assert before["load_jobs"] == [1, 1]
+    assert before["loaded"] == [15, 15]
+    assert [run["load_jobs"] for run in away] == [[2, 2]] * RUNS, "one failed load tells; then no rank is asked"
+    assert [run["loaded"][1] for run in away] == [15] * RUNS
+    assert [run["without"] for run in away] == list(range(RUNS))
+    assert back["loaded"][1] == 30
+    assert all(run["tokens"] == cold["tokens"] and not run["left"] for run in (cold, before, *away, back))
