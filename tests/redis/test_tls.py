@@ -64,7 +64,8 @@ async def test_certificates(way: str, certificates: Certificates, tmp_path: Path
         await check_fails(f"rediss://127.0.0.1:{port}?{ca}&tls_hostname=other", "certificate is not valid for 'other'")
         # One end speaks TLS, the other does not.
         await check_fails(f"redis://127.0.0.1:{port}?timeout=2", "closed the connection", "not a Redis server")
-        await check_fails(f"rediss://127.0.0.1:{server.port}?{ca}&timeout=0.2", "no connection within 0.2 s; does it speak TLS?")
+        hint = "no connection within 0.2 s; does it speak TLS?"
+        await check_fails(f"rediss://127.0.0.1:{server.port}?{ca}&timeout=0.2", hint)
 
 
 @pytest.mark.parametrize("way", WAYS)
