@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import anyio
 
@@ -33,6 +34,11 @@ class Handling:
                 result.check(request.num_tokens)
             except Exception as error:
                 return self._failed(error)
+            except anyio.get_cancelled_exc_class():
+                if anyio.current_effective_deadline() == -math.inf:
+                    raise
+                # Nobody cancelled this task: it would end the service without a word.
+                return self._failed(RuntimeError("the handler cancelled itself"))
             return result
         return None
 

@@ -44,8 +44,8 @@ from kvpool.transport import (
 
 __all__ = ["ZmqTransport"]
 
-# Messages that a server refuses before its other tasks get a turn.
-_BURST = 64
+# Messages that a server reads before others get a turn of the loop.
+_BURST = 16
 # Tasks that wait to listen; further ones end.
 _MAX_IDLE = 16
 
@@ -122,6 +122,7 @@ class _Server:
         self._workers = 1
         self._listening = anyio.Lock(fast_acquire=True)
         self._waiting: anyio.CancelScope | None = None
+        self._unbroken = 0  # messages read since others had a turn
 
     async def work(self) -> None:
         """Listen and answer for ever. While all tasks answer nothing is read: requests run out in the queue."""
@@ -141,23 +142,24 @@ class _Server:
 
     async def _next(self) -> tuple[bytes, Incoming]:
         """The next request that is worth handling."""
-        read = 0
         while True:
-            while (frames := receive(self._router)) is not None:
+            if self._unbroken >= _BURST:  # a flood of garbage, or of lookups that are answered without waiting
+                await checkpoint()
+                self._unbroken = 0
+            if (frames := receive(self._router)) is not None:
+                self._unbroken += 1
                 identity, *message = frames
                 verdict = self._wire.accept(message)
                 if isinstance(verdict, Incoming):
                     return bytes(identity), verdict
                 if verdict is not None:
                     self._router.send_multipart([bytes(identity), verdict], NOBLOCK)
-                read += 1
-                if read % _BURST == 0:
-                    await checkpoint()  # a flood of garbage must not keep lookups from running
+                continue
             try:
                 with anyio.CancelScope() as self._waiting:
                     await anyio.wait_readable(self._router.FD)
             finally:
-                self._waiting = None
+                self._waiting, self._unbroken = None, 0
 
     async def _answer(self, identity: bytes, incoming: Incoming) -> None:
         left = (incoming.deadline_ns - self._wire.clock.now()) / NS

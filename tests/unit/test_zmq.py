@@ -20,9 +20,11 @@ import anyio
 import pytest
 import zmq
 import zmq.auth
+from anyio.lowlevel import checkpoint
 
 from kvpool.errors import ConfigError, LookupTimeout, ProtocolMismatch, TransportError
 from kvpool.protocols import _lookup_table
+from kvpool.protocols import zmq as module
 from kvpool.protocols._lookup_wire import MAX_REPLY_BYTES, Clock, ServerWire, host_clock, pack_lookup
 from kvpool.protocols.binary import BinaryCodec
 from kvpool.protocols.zmq import ZmqTransport
@@ -404,6 +406,34 @@ async def test_no_more_handlers_than_allowed(anyio_backend: str) -> None:
         requests = [lookup(do="sleep", seed=i) for i in range(12)]
         assert await client.ask(*requests) == [expected(r) for r in requests]
     assert most == 3
+
+
+@pytest.mark.anyio
+async def test_a_flood_of_lookups_that_need_no_waiting_leaves_turns_to_others(
+    anyio_backend: str, transport: ZmqTransport
+) -> None:
+    """The handler asks for more than it answers, so that the server always finds a request."""
+    client, handled, most = transport.polled_client(), 0, 0
+
+    async def handler(request: LookupRequest) -> LookupResult:
+        nonlocal handled
+        handled += 1
+        if handled < 500:
+            client.submit(lookup(), timeout=HANG_S)
+            time.sleep(0.0005)  # for ZeroMQ to bring it
+        return expected(request)
+
+    async with transport.serve(handler):
+        with anyio.fail_after(HANG_S):
+            for _ in range(8):
+                client.submit(lookup(), timeout=HANG_S)
+            while handled < 500:
+                before = handled
+                await checkpoint()
+                client.poll()
+                most = max(most, handled - before)
+    client.close()
+    assert most <= 2 * module._BURST
 
 
 @pytest.mark.anyio
