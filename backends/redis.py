@@ -2,8 +2,8 @@
 
 A value is one Redis string: the header of a stored file (length, checksum, digest of the key) and the payload. It is
 set with NX: readers see all of it or nothing, and the first writer wins. What the server evicts, expires or loses is
-absent; what is not what the key promises is CORRUPT, and removed. The client is kvpool's own: docs/redis.md has the
-figures that decided so.
+absent; what is not what the key promises is CORRUPT, and removed. The client is kvpool's own, for the reasons in
+docs/performance-stores.md.
 """
 
 from __future__ import annotations

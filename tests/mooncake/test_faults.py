@@ -56,7 +56,7 @@ async def test_closing_during_traffic(frozen: bool) -> None:
 
 
 async def test_a_short_soak() -> None:
-    """The long one is ``python -m tests.mooncake.soak 600``, see docs/mooncake.md."""
+    """The long one is ``python -m tests.mooncake.soak 600``, see docs/performance-stores.md."""
     report = await soak(15, seed=5)
     assert report.wrong == []
     assert sum(seen.statuses["get"]["OK"] for seen in report.seen) > 0
