@@ -26,7 +26,7 @@ __all__ = ["BATCH_BYTES", "BATCH_PIECES", "BATCH_VALUES", "Moved", "Moves"]
 #: What one native call moves, at most: far below Mooncake's limits on transfers in flight, and done long before a lease
 #: ends.
 BATCH_BYTES, BATCH_VALUES, BATCH_PIECES = 32 << 20, 256, 512
-#: Bytes of a piece from which on it is cheaper to hand it over than to copy it, by protocol: docs/performance-stores.md.
+#: Bytes of a piece from which on handing it over is cheaper than a copy, by protocol: docs/performance-stores.md.
 DIRECT_FROM = {"tcp": 256 << 10, "rdma": 8 << 10}
 _INLINE_BYTES = 2 << 20  # copied on the loop; more is copied in a thread
 
