@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -223,7 +224,8 @@ def problems(names: Sequence[str], stored: Sequence[int], result: dict[str, Any]
 def demo(store: str, directory: Path | None, tokens: int, answer: int) -> int:
     started = time.perf_counter()
     rules = handbook("Ferry & Sons", tokens)
-    print(f"kvpool demo: two engines share their KV cache through {store}\n")
+    shown = re.sub("//[^/@]*@", "//***@", store.partition("?")[0])  # options may hold a secret, too
+    print(f"kvpool demo: two engines share their KV cache through {shown}\n")
 
     asked = {
         "where is my parcel?": ask(rules, "My parcel of class B is 4 days late. Where is it?"),

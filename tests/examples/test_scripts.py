@@ -82,8 +82,9 @@ def test_demo_fails_when_nothing_is_shared(run: Run) -> None:
 
 
 def test_demo_tells_a_store_that_is_away_from_one_that_cannot_be_shared(run: Run) -> None:
-    done = run("demo.py", "--tokens", "200", "--answer", "1", "--store", "redis://127.0.0.1:1")
+    done = run("demo.py", "--tokens", "200", "--answer", "1", "--store", "redis://u:hush@127.0.0.1:1")
     assert done.returncode == 1
+    assert "hush" not in done.stdout + done.stderr
     assert "WRONG: the store does not work for process A: lookup_failed 2" in done.stdout
     assert "Process B" not in done.stdout
     assert "memory://" not in done.stdout

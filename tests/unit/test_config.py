@@ -146,3 +146,13 @@ def test_the_page_lists_every_field_with_its_default() -> None:
     written = {name: text.strip(" `") for name, text in rows.items() if text.strip()}
     assert load(dict(written)) == load()
     assert {name for name in rows if name not in written} == {name for name, v in load() if v == ""}
+
+
+@pytest.mark.parametrize("field", ["store", "transport"])
+def test_a_text_that_is_no_url_is_shown_once_under_the_users_own_name(field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Config.load({field: "/var/cache/kv"}, environ={}, name="kv_connector_extra_config")
+    said = str(raised.value)
+    assert said.startswith(f"kv_connector_extra_config: {field}='/var/cache/kv': not a URL. ")
+    assert said.count("'/var/cache/kv'") == 1
+    assert field == "transport" or "file:///var/cache/kv" in said
