@@ -18,6 +18,7 @@ from kvpool.memory import Buffers
 from kvpool.pool import KVPool
 from kvpool.store import Results, Status
 from kvpool.testing.faults import Fault, FaultyStore, Kind
+from kvpool.testing.simulation import simulate
 from tests.unit.test_pool import NAMESPACE, SPEC, Engine, Steered, engine, prompt
 
 pytestmark = pytest.mark.anyio
@@ -71,7 +72,7 @@ async def test_a_store_that_fails_is_said_once_and_so_is_its_return(
         await serve(e, 0)
         store.faults = [Fault(kind=kind)]
         for seed in range(1, 8):
-            await serve(e, seed, seconds=0.02)
+            await serve(e, seed, seconds=0.02 if kind in ("hang", "stuck") else 30.0)
         (line,) = lines(caplog)
         assert re.fullmatch(f"store (Faulty|Checked)Store: 1 lookup failed: .*({reason}).*; what .* is computed", line)
         store.faults = []
@@ -81,21 +82,19 @@ async def test_a_store_that_fails_is_said_once_and_so_is_its_return(
         assert "serves again after" in lines(caplog)[1]
 
 
-async def test_a_lookup_that_is_cancelled_without_an_answer_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lookup_that_is_cancelled_without_an_answer_counts(caplog: pytest.LogCaptureFixture) -> None:
     """As the lookup server does: the client's deadline is a little earlier than the pool's own."""
-    store = Steered()
-    async with engine(store, lookup_timeout_ms=40) as e:
 
-        async def hang(keys: Sequence[str]) -> None:
-            await anyio.sleep(5)
+    async def main() -> None:
+        async with engine(FaultyStore(MemoryStore(), [Fault(kind="stuck")]), lookup_timeout_ms=200) as e:
+            with anyio.move_on_after(0.02):
+                await e.pool.lookup(prompt(4), 17)
+            assert lines(caplog) == [], "an early end says nothing about the store"
+            with anyio.move_on_after(0.199):
+                await e.pool.lookup(prompt(4), 17)
+            assert "1 lookup failed: no answer within" in lines(caplog)[0]
 
-        store.before_exists = hang
-        with anyio.move_on_after(0.001):
-            await e.pool.lookup(prompt(4), 17)
-        assert lines(caplog) == [], "an early end says nothing about the store"
-        with anyio.move_on_after(0.03):
-            await e.pool.lookup(prompt(4), 17)
-        assert "1 lookup failed: no answer within" in lines(caplog)[0]
+    simulate(main, seed=1, limit=1000)
 
 
 async def test_damaged_values_are_said_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +181,8 @@ class TestManifest:
             await serve(e, 3)
             assert len(await self.found(store)) == 1
 
-    async def test_one_that_hangs_holds_no_save_up(self) -> None:
+    async def test_one_that_hangs_holds_no_save_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvpool.pool.MANIFEST_TIMEOUT_S", 0.02)
         store = Steered()
 
         async def hang(keys: Sequence[str]) -> None:
@@ -192,7 +192,8 @@ class TestManifest:
         store.before_put = hang
         async with engine(store, deadline_grace_s=0.0) as e:
             part = e.pool.transfer(0, prompt(4), range(4), range(4))
-            (saved,) = await e.pool.save([part], deadline=anyio.current_time() + 0.05)
+            with anyio.fail_after(30):
+                (saved,) = await e.pool.save([part])
             assert saved.ok.all()
 
     async def test_what_is_no_manifest_is_left_out(self) -> None:
