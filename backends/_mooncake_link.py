@@ -27,6 +27,7 @@ from kvpool.deadlines import move_on_at
 from kvpool.errors import ConfigError, StoreClosed, StoreError
 from kvpool.memory import Region
 from kvpool.staging import Lease, Staging
+from kvpool.trouble import Trouble, reason
 
 __all__ = ["Client", "Connect", "Link"]
 
@@ -138,6 +139,8 @@ class Link:
         self._changed = anyio.Event()
         self.advice: list[str] = []  #: what Mooncake makes of the settings, if that is not what they say
         self._said: set[str] = set()
+        self._connecting = Trouble(logger, name, "values are computed until it can be used")
+        self._calling = Trouble(logger, name, "it is left alone for a while")
 
     # ---- life
 
@@ -148,7 +151,7 @@ class Link:
         try:
             await self._attempt()
         except StoreError as error:
-            logger.warning("%s: %s; values are computed until it can be used", self._name, error)
+            self._connecting.bad(anyio.current_time(), "connection", reason(error))
         tasks.start_soon(self._keep)
 
     async def close(self) -> None:
@@ -172,9 +175,9 @@ class Link:
                 try:
                     await self._attempt()
                 except Exception as error:
-                    self._say(f"{error}; values are computed until it can be used")
+                    self._connecting.bad(anyio.current_time(), "connection", reason(error))
                 else:
-                    logger.info("%s: connected", self._name)
+                    self._connecting.good(anyio.current_time(), "connection")
             else:
                 pause = FIRST_PAUSE_S if not self.replaced else min(2.0**self.replaced, LONGEST_PAUSE_S)
                 limit = self.settings.options.hang_s
@@ -405,14 +408,14 @@ class Link:
         after = self.breaker.state(now)
         if good:
             self._doubts = 0
-            if before != "closed":
-                logger.info("%s: answers again", self._name)
-        elif good is False and before == "half-open":
-            self._doubts += 1  # the master gave a sign of life just now
-            if self._doubts >= DOUBTS:
-                self._replace(client, "its calls fail though the master answers")
-        elif before == "closed" and after != "closed":
-            logger.warning("%s: keeps failing, it is left alone for a while", self._name)
+            if after == "closed" and not self._calling.well:
+                self._calling.good(now, "call")
+        elif good is False:
+            self._calling.bad(now, "call", "its client cannot do its work", announce=after != "closed")
+            if before == "half-open":
+                self._doubts += 1  # the master gave a sign of life just now
+                if self._doubts >= DOUBTS:
+                    self._replace(client, "its calls fail though the master answers")
 
     def _watch(self, client: Client, codes: Sequence[int]) -> None:
         """Give up a client whose transfers go on failing for longer than a master takes to forget a dead owner.

@@ -52,6 +52,7 @@ from kvpool.errors import ConfigError, LayoutError, StoreClosed, StoreError, Uns
 from kvpool.memory import Buffers
 from kvpool.registry import URL, create_store
 from kvpool.store import ABSENT, PRESENT, UNKNOWN, Presence, Results, Status, Store, check_batch
+from kvpool.trouble import Trouble, reason
 
 __all__ = ["GuardedStore"]
 
@@ -116,7 +117,7 @@ class GuardedStore(Store):
         self._retries = retries
         self._backoff_s = backoff_s
         self._bounce = bounce
-        self._healthy = True
+        self._trouble = Trouble(logger, self._name, "it is left alone for a while, its keys are misses")
         self._aside = Aside(GRACE_S)
         self._life = Lifecycle(self._name)
         self._stack = AsyncExitStack()
@@ -281,14 +282,12 @@ class GuardedStore(Store):
     def _settle(self, ticket: int, good: bool | None, answer: Results) -> None:
         now = anyio.current_time()
         self.breaker.settle(ticket, now, good)
-        healthy = self.breaker.state(now) == "closed"
-        if healthy != self._healthy:
-            self._healthy = healthy
-            if healthy:
-                logger.info("%s: answers again", self._name)
-            else:
-                error = next(iter(answer.errors.values()), "no answer in time")
-                logger.warning("%s: keeps failing, it is left alone for a while: %s", self._name, error)
+        closed = self.breaker.state(now) == "closed"
+        if good is False:
+            why = next(map(reason, answer.errors.values()), "no answer in time")
+            self._trouble.bad(now, "call", why, announce=not closed)
+        elif good and closed and not self._trouble.well:
+            self._trouble.good(now, "call")
 
 
 def _failed(n: int, error: Exception | None) -> Results:

@@ -40,6 +40,7 @@ from kvpool.store import (
     SupportsMissing,
     check_batch,
 )
+from kvpool.trouble import Trouble, reason
 
 __all__ = ["TieredStore"]
 
@@ -68,6 +69,8 @@ class TieredStore(Store):
         self._near_timeout_s = near_timeout_s
         self._near_is_open = False
         self._breaker = Breaker()
+        self._trouble = Trouble(logger, "near tier", "the shared tier serves alone while it is left alone")
+        self._damage = Trouble(logger, "near tier", "such a value is taken from the shared tier", verb="damaged")
         self._removals = 0
         self._describe()
 
@@ -116,6 +119,9 @@ class TieredStore(Store):
         if near is not None and not len(rows):
             return results
         spoilt = rows[results.status[rows] == Status.CORRUPT]
+        if len(spoilt):
+            why = reason(results.errors.get(int(spoilt[0])))
+            self._damage.note(anyio.current_time(), "value", why, len(spoilt))
         got = await self.shared.get_into(pick(keys, rows), select(into, rows), deadline=deadline)
         merge(results, rows, got)
         found = rows[got.ok]
@@ -209,18 +215,25 @@ class TieredStore(Store):
         if ticket is None:
             return None
         good: bool | None = None
+        why = "no answer in time"
         try:
             with move_on_at(limit + GRACE_S):
                 answer = await call(limit)
                 if len(answer) != n:
                     raise StoreError(f"answered for {len(answer)} of {n} keys")
                 good = answered(answer)
+                why = next(map(reason, answer.errors.values()), why)
                 return answer
             good = False
         except Exception as error:
-            good = False
-            logger.debug("near tier: %s: %s", type(error).__name__, error)
+            good, why = False, reason(error)
         finally:
             self.counts["near_failed"] += good is False
-            self._breaker.settle(ticket, anyio.current_time(), good)
+            now = anyio.current_time()
+            self._breaker.settle(ticket, now, good)
+            closed = self._breaker.state(now) == "closed"
+            if good is False:
+                self._trouble.bad(now, "call", why, announce=not closed)
+            elif good and closed and not self._trouble.well:
+                self._trouble.good(now, "call")
         return None

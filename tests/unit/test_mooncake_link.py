@@ -218,6 +218,8 @@ async def test_no_client_is_set_up_for_a_master_that_does_not_answer(
 async def test_nobody_listens_there(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     async with MooncakeStore("mooncake://127.0.0.1:1?timeout_s=0.5", connect=cluster.connect):
         assert "no master at 127.0.0.1:1" in caplog.text
+        await anyio.sleep(2 * _mooncake_link.FIRST_PAUSE_S)
+        assert caplog.text.count("no master") == 1, "said once, however often it is tried"
     assert not cluster.setups
 
 

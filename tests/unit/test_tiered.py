@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -117,7 +118,7 @@ async def test_clear_goes_to_both_and_scan_to_the_shared_tier() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failing_near_tier_is_no_error(kind: str) -> None:
+def test_a_failing_near_tier_is_no_error(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with Tiers() as tiers:
             tiers.near.faults = [Fault.model_validate({"kind": kind})]
@@ -134,6 +135,15 @@ def test_a_failing_near_tier_is_no_error(kind: str) -> None:
             assert tiers.shared.calls["get"] == asked, "and is used again when it answers again"
 
     simulate(main, seed=1)
+    said = [r.getMessage() for r in caplog.records]
+    if kind in ("absent", "rejected"):  # answers
+        assert said == []
+    elif kind == "corrupt":
+        assert re.match("near tier: 3 values damaged: .* such a value is taken from the shared tier", said[0])
+    else:
+        assert len(said) == 2
+        assert re.match("near tier: . calls failed.* the shared tier serves alone", said[0])
+        assert "near tier: serves again" in said[1]
 
 
 def test_a_slow_near_tier_costs_little_of_the_deadline() -> None:
