@@ -183,7 +183,8 @@ class TieredStore(Store):
     def _describe(self) -> None:
         """What the tiers can do is known for sure once they are open."""
         near, shared = self.near.capabilities, self.shared.capabilities
-        self.capabilities = replace(shared, zero_copy=False, loops=shared.loops & near.loops)
+        unlimited = near.unlimited or shared.unlimited
+        self.capabilities = replace(shared, zero_copy=False, loops=shared.loops & near.loops, unlimited=unlimited)
         pass_on_powers(self, self.shared)
         if isinstance(self, SupportsClear):
             if isinstance(self.near, SupportsClear):

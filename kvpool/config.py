@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 
 from kvpool._options import validate
 from kvpool.errors import ConfigError
-from kvpool.registry import parse_url
+from kvpool.registry import create_store, create_transport, parse_url
 
 __all__ = ["Config"]
 
@@ -94,7 +94,7 @@ class Config(BaseModel):
 
         ``environ``: the environment to read, the process's own by default. ``name``: what the user knows ``values``
         as, for messages. Raises :class:`~kvpool.errors.ConfigError` that names each bad field, where it was set, its
-        value and what is allowed.
+        value and what is allowed; and with it what is wrong in the options of store and transport.
         """
         given = dict(values or {})
         if bad := [field for field in given if not isinstance(field, str)]:
@@ -115,7 +115,12 @@ class Config(BaseModel):
             place = origin.get(field, name)
             return f"environment variable {_PREFIX}{field.upper()}" if place == "environment" else place
 
-        return validate(cls, merged, where)
+        try:
+            return validate(cls, merged, where)
+        except ConfigError as error:
+            # Whoever plugs them in would find these when the fields are mended, one start later.
+            problems = [str(error), *_problems_of_urls(merged, where)]
+            raise ConfigError("\n".join(problems)) from None
 
     @field_validator("store")
     @classmethod
@@ -147,6 +152,19 @@ def _check_url(value: str | dict[str, Any]) -> None:
         parse_url(value)
     except ConfigError as error:  # the value stands in front of the message already
         raise ValueError(str(error).partition("...: ")[2] or str(error)) from None
+
+
+def _problems_of_urls(values: Mapping[str, Any], where: Callable[[str], str]) -> Iterator[str]:
+    """What is wrong with what the URLs name; that one is no URL has been said."""
+    for name, create in (("store", create_store), ("transport", create_transport)):
+        try:
+            url = parse_url(values.get(name) or "")
+        except ConfigError:
+            continue
+        try:
+            create(url)
+        except ConfigError as error:
+            yield f"{where(name)}: {name}: {error}"
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -108,6 +108,7 @@ class Capabilities:
     shared: bool  #: other processes that open the same URL see the same values
     zero_copy: bool = False  #: moves bytes straight between registered engine memory and the store
     ttl: bool = False  #: values may expire by themselves
+    unlimited: bool = False  #: nothing makes room by itself: it grows until the machine has none left
     scan: bool = False  #: implements SupportsScan
     headroom: int = 0  #: bytes in front of each value in memory that it would like to use; spares it a copy or a piece
     max_value_bytes: int | None = None  #: larger values are REJECTED

@@ -29,7 +29,7 @@ from kvpool.vllm._versions import KVConnectorTransferResults, say_version
 from kvpool.vllm.kv_events import KVEvents
 from kvpool.vllm.layout import block_layouts, cache_spec, kv_heads, layout_facts
 from kvpool.vllm.messages import StepWork
-from kvpool.vllm.namespace import hash_scheme, model_facts, seed_facts, warn_of_adapters, warn_of_random_seed
+from kvpool.vllm.namespace import hash_scheme, model_facts, say_store, seed_facts, warn_of_adapters, warn_of_random_seed
 from kvpool.vllm.plugin import register
 from kvpool.vllm.scheduler import SchedulerSide
 from kvpool.vllm.stats import KVPoolPromMetrics, KVPoolStats
@@ -101,6 +101,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     "Set it to 'recompute' and the engine computes what could not be loaded.",
                     transfer.kv_load_failure_policy,
                 )
+            say_store(self._config, store, transfer.kv_role or "")
             warn_of_random_seed(vllm_config)
             warn_of_adapters(vllm_config)
             self.scheduler = SchedulerSide(

@@ -9,6 +9,7 @@ from kvpool.config import Config
 from kvpool.errors import LookupTimeout, TransportError
 from kvpool.spec import CacheSpec
 from kvpool.transport import LookupRequest, PolledLookupClient
+from kvpool.trouble import Trouble, reason
 from kvpool.vllm.requests import Names, RequestState
 from kvpool.vllm.stats import ConnectorCounters
 
@@ -32,6 +33,7 @@ class Lookups:
         self._min_tokens = max(1, config.min_load_tokens)
         self._tickets: dict[int, RequestState] = {}
         self._polled = False
+        self._trouble = Trouble(logger, "kvpool: the process that holds the store", "such prompts are computed")
 
     def __len__(self) -> int:
         """How many are in flight."""
@@ -99,11 +101,13 @@ class Lookups:
                         self._counters.lookups_unanswered += 1
                     else:
                         self._counters.lookups_refused += 1
-                    logger.debug("lookup of %s is a miss: %s", state.request.request_id, result)
+                    self._trouble.bad(time.monotonic(), "lookup", reason(result))
                 elif result.epoch != self._names.epoch:
                     state.no_lookup = True
                     self._counters.lookups_of_another_epoch += 1
                 else:
+                    if not self._trouble.well:
+                        self._trouble.good(time.monotonic(), "lookup")
                     state.answer, state.answer_used = result, False
                     state.answer_until = time.monotonic() + result.max_age
             if until is None or until.ticket is None or time.monotonic() >= end:

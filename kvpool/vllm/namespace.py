@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpool.config import Config
-from kvpool.keys import Fact
+from kvpool.keys import Fact, Namespace
+from kvpool.registry import parse_url
+from kvpool.store import Store
 from kvpool.vllm._versions import hash_block_size
 from kvpool.vllm.weights import file_digest, model_folder, weights_fingerprint
 
@@ -17,7 +20,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["hash_scheme", "model_facts", "seed_facts", "warn_of_adapters", "warn_of_random_seed"]
+__all__ = [
+    "hash_scheme",
+    "model_facts",
+    "say_namespace",
+    "say_reset",
+    "say_store",
+    "seed_facts",
+    "warn_of_adapters",
+    "warn_of_random_seed",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +93,56 @@ def seed_facts(vllm_config: VllmConfig) -> dict[str, Fact]:
     from vllm.v1.core import kv_cache_utils
 
     return {"hash_scheme": hash_scheme(vllm_config), "hash_seed": kv_cache_utils.NONE_HASH.hex()}
+
+
+def say_store(config: Config, store: Store, role: str) -> None:
+    """One line at start for whoever compares two engines, and a warning for a store that is not what many expect."""
+    url = parse_url(config.store)
+    epoch = f"of the label {config.epoch_label!r}" if config.epoch_label else "common to all that were never reset"
+    logger.info(
+        "kvpool: the store is %s; this engine is %s, tenant %r, epoch %s. The namespace is said with the first step.",
+        url,
+        role,
+        config.tenant,
+        epoch,
+    )
+    named = url if "store" in config.model_fields_set else f"{url} (the default; none is configured)"
+    if not store.capabilities.shared:
+        logger.warning(
+            "kvpool: the store %s is this process's own: no other engine shares its values, and they end with it. "
+            'Engines share through "store": "file:///path?capacity=100GiB", for one, or "redis://host".',
+            named,
+        )
+    if store.capabilities.unlimited:
+        logger.warning(
+            "kvpool: the store %s has no capacity and grows until there is no room left. Set one, such as "
+            "?capacity=100GiB.",
+            named,
+        )
+
+
+def say_namespace(store: str | Mapping[str, Any], namespace: Namespace, epoch: bytes) -> None:
+    """What decides who shares with this engine, once it is known, and after a reset again."""
+    facts = namespace.facts
+    layout = hashlib.blake2b(repr(facts["layout"]).encode(), digest_size=4).hexdigest()
+    logger.info(
+        "kvpool: namespace %s = engine %s, layout %s, epoch %s. Engines with the same namespace share; where it "
+        "differs, `kvpool inspect %s --namespace NAMESPACE` shows the facts of each.",
+        namespace.hex,
+        str(facts["engine"])[:8],
+        layout,
+        epoch.hex()[:8],
+        parse_url(store),
+    )
+
+
+def say_reset(epoch: bytes) -> None:
+    """That sharing has ended, in both directions."""
+    logger.warning(
+        "kvpool: the cache was reset: this engine uses a new epoch, %s. It finds nothing that was stored before, and "
+        "until it is started again it shares with no other engine, in neither direction.",
+        epoch.hex()[:8],
+    )
 
 
 def warn_of_random_seed(vllm_config: VllmConfig) -> None:

@@ -19,6 +19,7 @@ from kvpool.vllm.jobs import Jobs
 from kvpool.vllm.loads import Loads
 from kvpool.vllm.lookups import Lookups
 from kvpool.vllm.messages import StepWork, WorkerReport
+from kvpool.vllm.namespace import say_reset
 from kvpool.vllm.requests import Names, Requests, RequestState
 from kvpool.vllm.saves import Saves
 from kvpool.vllm.stats import ConnectorCounters, growth
@@ -102,6 +103,7 @@ class SchedulerSide:
     def reset(self) -> None:
         """Start a new epoch: nothing stored before is found again, by this engine; other namespaces are untouched."""
         self._names.renew()
+        say_reset(self.epoch)
         if self._events is not None:
             self._events.cleared()
         for state in self._requests:

@@ -15,6 +15,7 @@ import anyio
 
 from kvpool.errors import StoreError
 from kvpool.pool import KVPool
+from kvpool.trouble import Trouble, reason
 from kvpool.vllm.health import MAX_PROBE_S, Health
 
 __all__ = ["Service"]
@@ -116,6 +117,7 @@ class Service:
     async def _keep(self, what: str, open_it: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         """Hold it open until the service ends; after a failure open it again."""
         delay = RETRY_S
+        trouble = Trouble(logger, f"kvpool: {what}", "it is tried again, and the engine goes on without it")
         while not self._stop.is_set():
             failure = f"it did not open within {OPEN_TIMEOUT_S:g} s"
             with anyio.CancelScope(deadline=anyio.current_time() + OPEN_TIMEOUT_S) as opening:
@@ -125,21 +127,16 @@ class Service:
                         self._opening.discard(opening)
                         opening.deadline = math.inf
                         if self._failures.pop(what, None):
-                            logger.warning("kvpool: %s is open now", what)
+                            trouble.good(anyio.current_time(), "opening")
                         delay = RETRY_S
                         await self._stop.wait()
                 except Exception as error:
-                    failure = describe(error)
+                    failure = reason(error)
                 finally:
                     self._opening.discard(opening)
             if self._stop.is_set():
                 return
-            logger.error(
-                "kvpool is out of service and the engine goes on without it: %s: %s. Next try in %g s.",
-                what,
-                failure,
-                delay,
-            )
+            trouble.bad(anyio.current_time(), "opening", failure)
             self._failures[what] = failure
             if what is STORE:
                 self._health.failed()
@@ -147,10 +144,3 @@ class Service:
             with anyio.move_on_after(delay):
                 await self._stop.wait()
             delay = min(2 * delay, MAX_RETRY_S)
-
-
-def describe(error: BaseException) -> str:
-    """An error as text: of a group, what is in it."""
-    if isinstance(error, BaseExceptionGroup):
-        return "; ".join(describe(inner) for inner in error.exceptions)
-    return f"{type(error).__name__}: {error}"

@@ -28,13 +28,15 @@ from kvpool.metrics import Counters
 from kvpool.pool import KVPool, Transfer
 from kvpool.portal import Portal
 from kvpool.ranks import Rank
-from kvpool.registry import create_store, create_transport
+from kvpool.registry import create_store, create_transport, parse_url
 from kvpool.spec import CacheSpec
 from kvpool.store import Results, Status
 from kvpool.transfers import Transfers
 from kvpool.transport import LookupRequest, LookupResult
+from kvpool.trouble import Trouble, reason
 from kvpool.vllm.health import Health
 from kvpool.vllm.messages import Job, StepWork, WorkerReport
+from kvpool.vllm.namespace import say_namespace
 from kvpool.vllm.service import Service
 from kvpool.vllm.stats import ConnectorCounters, growth
 
@@ -126,6 +128,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
+        self._trouble = Trouble(logger, "kvpool", "what it was to load is computed, what it was to save is not stored")
         self._portal: Portal[Service] | None = None
         self._awake = False
         self._health = Health()
@@ -180,6 +183,7 @@ class WorkerSide:
                 config=config,
                 counters=self._counters,
                 listener=health.on_event,
+                name=str(parse_url(config.store)),
             )
 
         async def answer(request: LookupRequest) -> LookupResult:
@@ -202,9 +206,12 @@ class WorkerSide:
     def submit(self, work: StepWork) -> None:
         """Hand the step's loads, then its saves, to the event loop. The step's forward pass has run."""
         assert self._portal is not None
-        self._namespace, self._epoch = work.namespace, work.epoch
         if work.engine is not None:
             self._spaces.name(work.engine)
+        if self._server is not None and (work.namespace, work.epoch) != (self._namespace, self._epoch):
+            space = self._spaces.get(work.namespace, work.epoch)
+            say_namespace(self._config.store, space.namespace, work.epoch)
+        self._namespace, self._epoch = work.namespace, work.epoch
         self._report.unnamed = not self._spaces.knows(work.namespace)
         for job in work.loads:
             self._loads[job.number] = job
@@ -232,10 +239,9 @@ class WorkerSide:
             kind, number = cast(tuple[str, int], done.token)
             if done.error is not None:
                 self._served.failed_jobs += 1
-                # That the store is away has been said, and that calls hang is counted; neither is said once a job.
-                quiet = isinstance(done.error, (StoreError, JobCancelled, PortalClosed))
-                level = logging.DEBUG if quiet else logging.WARNING
-                logger.log(level, "kvpool: %s job %d failed: %s", kind, number, done.error)
+                # That the store is away has been said, and that calls hang, too.
+                if not isinstance(done.error, (StoreError, JobCancelled, PortalClosed)):
+                    self._trouble.note(time.monotonic(), f"{kind} job", reason(done.error))
             (self._loaded if kind == "load" else self._saved)(number, done.result if done.error is None else None)
         while self._released:
             self._release(self._released.popleft())

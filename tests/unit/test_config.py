@@ -39,6 +39,26 @@ def test_sources_in_order(tmp_path: Path) -> None:
     assert load(file=file).codec == "file"
 
 
+@pytest.mark.parametrize("store", ["file:///kv?capcity=1GiB", {"url": "file:///kv", "capcity": "1GiB"}])
+def test_problems_of_all_kinds_come_at_once(store: object) -> None:
+    values: dict[str, object] = {"store": store, "load_timeout_s": 0, "transport": "zmq+ipc://x?y=1", "nothing": 1}
+    with pytest.raises(ConfigError) as raised:
+        Config.load(values, environ={}, source="the engine's config")
+    said = str(raised.value).splitlines()
+    assert len(said) == 4
+    assert all(line.startswith("the engine's config: ") for line in said)
+    for line, what in zip(said, ("nothing=1", "load_timeout_s=0", "store: file:///kv", "transport: zmq"), strict=True):
+        assert what in line
+
+
+def test_what_is_no_url_is_said_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load({"store": "nothing at all", "transport": "unknown://x", "codec": ""})
+    said = str(raised.value)
+    assert said.count("not a URL") == 1
+    assert "transport: unknown transport 'unknown'" in said
+
+
 def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_STAGING_BYTES", "64MiB")
     monkeypatch.setenv("KVPOOL_SAVE_ENABLED", "false")

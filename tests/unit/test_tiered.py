@@ -249,8 +249,9 @@ def test_capabilities_and_powers_follow_the_shared_tier() -> None:
             super().__init__(MemoryStore())
             self.capabilities = type(self.capabilities)(shared=True, max_value_bytes=9, loops=frozenset({"asyncio"}))
 
-    store = TieredStore(MemoryStore(), Asyncio())
+    store = TieredStore(MemoryStore(capacity=1 << 20), Asyncio())
     assert store.capabilities == Asyncio().capabilities
+    assert TieredStore(MemoryStore(), Asyncio()).capabilities.unlimited, "as its near tier is"
     assert not hasattr(store, "scan")
     assert not hasattr(store, "clear")
     store = TieredStore(Asyncio(), MemoryStore())

@@ -189,11 +189,13 @@ def test_a_store_that_opens_later(
     side = workers(late(tmp_path / "there"))
     assert not saves(side, 1)
     assert side.counters()["failed_jobs"] == 1
-    assert "goes on without it: the store" in caplog.text
+    assert "the store: 1 opening failed" in caplog.text
     assert "job 1" not in caplog.text
     (tmp_path / "there").touch()
     saves_at_last(side)
-    assert "the store is open now" in caplog.text
+    said = [r.getMessage() for r in caplog.records if "the store" in r.getMessage()]
+    assert len(said) == 2, "once when it fails, however often it is tried, and once when it serves"
+    assert "kvpool: the store: serves again" in said[1]
 
 
 def test_a_folder_that_becomes_usable(workers: Callable[..., WorkerSide], tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_a_lookup_address_that_is_taken_is_served_when_it_is_free(
     second = workers(f"file://{tmp_path}/b", url)
     assert saves(second, 1), "saves need no lookup server"
     end = time.monotonic() + 30
-    while "goes on without it: the lookup server" not in caplog.text:
+    while "the lookup server: 1 opening failed" not in caplog.text:
         assert time.monotonic() < end
         time.sleep(0.01)
     first.close()

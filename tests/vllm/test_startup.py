@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from kvpool.errors import ConfigError, UnsupportedError
 from kvpool.registry import create_transport
 from kvpool.vllm.connector import _private_url
 from kvpool.vllm.layout import cache_spec
-from tests.vllm.configs import caches, connect, full, vllm_config
+from tests.vllm.configs import QUIET, caches, connect, full, vllm_config
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> str:
@@ -59,6 +60,55 @@ def test_a_misspelt_setting_stops_the_engine_and_names_the_field(model: Path) ->
 def test_an_impossible_value_stops_the_engine_and_names_it(model: Path, extra: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         connect(vllm_config(model, extra))
+
+
+def test_all_mistakes_are_named_at_once(model: Path) -> None:
+    extra = {"store": "file:///x?capcity=1GiB", "load_timeout_s": 0, "transport": "zmq+tcp://h:1?x=2", "stor": 1}
+    with pytest.raises(ConfigError) as raised:
+        connect(vllm_config(model, extra))
+    said = str(raised.value)
+    for mistake in ("did you mean 'capacity'", "load_timeout_s=0", "unknown option x='2'", "did you mean 'store'"):
+        assert said.count(mistake) == 1
+    assert said.count("kv_connector_extra_config: ") == 4
+    assert "config: " not in said.replace("kv_connector_extra_config: ", "")
+
+
+def test_the_store_is_said_without_its_secrets(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvpool")
+    extra = {"store": "redis://me:hunter2@cache.example:6380", "tenant": "blue", "epoch_label": "v7"}
+    connect(vllm_config(model, extra))
+    (line,) = [line for line in _said(caplog).splitlines() if "the store is" in line]
+    assert "redis://me:***@cache.example:6380; this engine is kv_both, tenant 'blue', epoch of the label 'v7'" in line
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("store", "warned"),
+    [
+        (None, ["memory:// (the default; none is configured) is this process's own", "memory:// .* has no capacity"]),
+        ("memory://?capacity=1GiB", ["memory://.* is this process's own"]),
+        ("file:///kv", ["file:///kv has no capacity"]),
+        ("guarded://?store=checked://%3Fstore=file:///kv", ["guarded.* has no capacity"]),
+        ("tiered://?near=memory://%3Fcapacity=1GiB&shared=file:///kv", ["tiered.* has no capacity"]),
+        ("tiered://?near=memory://&shared=redis://host", ["tiered.* has no capacity"]),
+        ("tiered://?near=memory://%3Fcapacity=1GiB&shared=redis://host", []),
+        ("redis://host", []),
+        (QUIET, []),
+    ],
+)
+def test_a_store_that_is_private_or_grows_without_end_is_warned_of(
+    model: Path, caplog: pytest.LogCaptureFixture, store: str | None, warned: list[str]
+) -> None:
+    caplog.set_level(logging.WARNING, "kvpool")
+    config = vllm_config(model, {"store": store})
+    if store is None:
+        assert config.kv_transfer_config is not None
+        del config.kv_transfer_config.kv_connector_extra_config["store"]
+    connect(config)
+    lines = _said(caplog).splitlines()
+    assert len(lines) == len(warned)
+    for line, pattern in zip(lines, warned, strict=True):
+        assert re.search(pattern.replace("(", r"\(").replace(")", r"\)"), line)
 
 
 def test_the_failure_policy_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
