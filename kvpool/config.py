@@ -89,12 +89,14 @@ class Config(BaseModel):
         config_file: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
         name: str = "config",
+        check_urls: bool = False,
     ) -> Self:
         """The configuration from all sources; ``values`` may name the file as ``config_file`` too.
 
         ``environ``: the environment to read, the process's own by default. ``name``: what the user knows ``values``
         as, for messages. Raises :class:`~kvpool.errors.ConfigError` that names each bad field, where it was set, its
-        value and what is allowed; and with it what is wrong in the options of store and transport.
+        value and what is allowed, and with it what is wrong in the options of store and transport. ``check_urls``:
+        raise for those alone as well; else whoever makes the store finds them.
         """
         given = dict(values or {})
         if bad := [field for field in given if not isinstance(field, str)]:
@@ -115,12 +117,16 @@ class Config(BaseModel):
             place = origin.get(field, name)
             return f"environment variable {_PREFIX}{field.upper()}" if place == "environment" else place
 
+        config, problems = None, []
         try:
-            return validate(cls, merged, where)
+            config = validate(cls, merged, where)
         except ConfigError as error:
-            # Whoever plugs them in would find these when the fields are mended, one start later.
-            problems = [str(error), *_problems_of_urls(merged, where)]
-            raise ConfigError("\n".join(problems)) from None
+            problems.append(str(error))
+        if config is None or check_urls:
+            problems += _problems_of_urls(merged, where)
+        if config is None or problems:
+            raise ConfigError("\n".join(problems))
+        return config
 
     @field_validator("store")
     @classmethod

@@ -69,7 +69,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         transfer = self._kv_transfer_config
-        self._config = Config.load(transfer.kv_connector_extra_config, name="kv_connector_extra_config")
+        given = transfer.kv_connector_extra_config
+        self._config = Config.load(given, name="kv_connector_extra_config", check_urls=True)
         store = create_store(self._config.store)  # wrong options stop both halves at start; nothing is opened here
         self._spec = cache_spec(vllm_config, kv_cache_config)
         ranks = self._spec.parallel.size

@@ -43,12 +43,20 @@ def test_sources_in_order(tmp_path: Path) -> None:
 def test_problems_of_all_kinds_come_at_once(store: object) -> None:
     values: dict[str, object] = {"store": store, "load_timeout_s": 0, "transport": "zmq+ipc://x?y=1", "nothing": 1}
     with pytest.raises(ConfigError) as raised:
-        Config.load(values, environ={}, source="the engine's config")
+        Config.load(values, environ={}, name="the engine's config")
     said = str(raised.value).splitlines()
     assert len(said) == 4
     assert all(line.startswith("the engine's config: ") for line in said)
     for line, what in zip(said, ("nothing=1", "load_timeout_s=0", "store: file:///kv", "transport: zmq"), strict=True):
         assert what in line
+
+
+def test_problems_of_urls_alone_are_found_on_request() -> None:
+    values: dict[str, object] = {"store": "memory://?size=1", "transport": "zmq+ipc://x?y=1"}
+    assert load(values).store == "memory://?size=1", "whoever makes the store will say so"
+    with pytest.raises(ConfigError, match=r"(?s)unknown option size='1'.*unknown option y='1'"):
+        Config.load(values, environ={}, check_urls=True)
+    assert Config.load({}, environ={}, check_urls=True).store == "memory://"
 
 
 def test_what_is_no_url_is_said_once() -> None:

@@ -196,4 +196,4 @@ class TestManifest:
             assert saved.ok.all()
 
     async def found(self, e: Engine, store: Steered) -> bool:
-        return (await store.inner.exists([e.pool.keyspace.manifest_key])).tolist() == [PRESENT]
+        return bool((await store.inner.exists([e.pool.keyspace.manifest_key]))[0] == PRESENT)
