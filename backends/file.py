@@ -16,6 +16,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from types import TracebackType
 from typing import ClassVar, Self, TypeVar
@@ -78,6 +79,7 @@ class FileStore(Store):
     """
 
     scheme: ClassVar[str] = "file"
+    capabilities = Capabilities(shared=True, scan=True)
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class FileStore(Store):
         self._life = Lifecycle(f"file store {self._root}")
         self._limit = capacity
         self._capacity = None if capacity is None else Capacity(capacity)
-        self.capabilities = Capabilities(shared=True, scan=True, unlimited=capacity is None)
+        self.capabilities = replace(self.capabilities, unlimited=capacity is None)
         self._checksum: Checksum = checksum
         self._threads = Threads(threads)
         self._looks = Threads(threads)  # so that no lookup waits for values that are on their way

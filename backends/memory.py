@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 
@@ -147,11 +148,12 @@ class MemoryStore(Store):
     """Keeps copies of values in this process. ``capacity``: bytes of values at most, None for no limit."""
 
     scheme: ClassVar[str] = "memory"
+    capabilities = Capabilities(shared=False, scan=True)
 
     def __init__(self, *, name: str = "", capacity: int | None = None) -> None:
         self._name = name
         self._capacity = capacity
-        self.capabilities = Capabilities(shared=False, scan=True, unlimited=capacity is None)
+        self.capabilities = replace(self.capabilities, unlimited=capacity is None)
         self._life = Lifecycle(f"memory store {name!r}" if name else "memory store")
         self._pool = _Pool(capacity)
         self._copying = anyio.Lock(fast_acquire=True)
