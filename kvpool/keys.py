@@ -93,8 +93,8 @@ class KeySpace:
 
     @cached_property
     def manifest_key(self) -> str:
-        """Under this key the namespace's manifest is stored."""
-        return f"{self.namespace.hex}/manifest"
+        """Under this key the namespace's manifest is stored; its length is in it, so that a reader knows it."""
+        return f"{self.namespace.hex}/manifest/{len(self.namespace.manifest.encode())}"
 
     def prefix(self, group: int, shard: int) -> str:
         """What the keys of one group and shard begin with. Raises ConfigError if the spec has no such shard."""

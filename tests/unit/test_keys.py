@@ -75,7 +75,7 @@ class TestKeySpace:
         hashes = BlockHashes(b"\x01\x02\x03\x04", 2, scheme="x")
         digest = Namespace.of(FACTS).hex
         assert space.keys(0, 1, hashes, np.array([1, 0])) == [f"{digest}/0.1/0304", f"{digest}/0.1/0102"]
-        assert space.manifest_key == f"{digest}/manifest"
+        assert space.manifest_key == f"{digest}/manifest/{len(space.namespace.manifest)}"
         assert space.keys(0, 0, hashes, np.array([], np.intp)) == []
         assert KeySpace(Namespace.of({}), SPEC).keys(0, 0, BlockHashes(scheme="x"), np.array([], np.intp)) == []
 

@@ -13,6 +13,7 @@ from kvpool.backends.checked import CheckedStore
 from kvpool.backends.memory import MemoryStore
 from kvpool.errors import StoreError
 from kvpool.events import Event, Reporter
+from kvpool.manifest import read_manifests
 from kvpool.memory import Buffers
 from kvpool.pool import KVPool
 from kvpool.store import PRESENT, Results, Status
@@ -165,9 +166,11 @@ class TestManifest:
             store.before_put = None
             await serve(e, 2)
             assert await self.found(e, store)
-            manifests = [key for key in store.stored if key.endswith("/manifest")]
+            read = [manifest async for manifest in read_manifests(store.inner, NAMESPACE.hex)]
+            assert read == [{"kvpool": 1, "facts": NAMESPACE.facts}]
+            manifests = [key for key in store.stored if "/manifest/" in key]
             await serve(e, 3)
-            assert [key for key in store.stored if key.endswith("/manifest")] == manifests, "not with each save"
+            assert [key for key in store.stored if "/manifest/" in key] == manifests, "not with each save"
 
     async def test_it_comes_again_when_the_store_has_lost_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         store = Steered()
@@ -185,7 +188,7 @@ class TestManifest:
         store = Steered()
 
         async def hang(keys: Sequence[str]) -> None:
-            if keys[0].endswith("/manifest"):
+            if "/manifest/" in keys[0]:
                 await anyio.sleep(60)
 
         store.before_put = hang
@@ -197,3 +200,9 @@ class TestManifest:
 
     async def found(self, e: Engine, store: Steered) -> bool:
         return bool((await store.inner.exists([e.pool.keyspace.manifest_key]))[0] == PRESENT)
+
+    async def test_what_is_no_manifest_is_left_out(self) -> None:
+        async with MemoryStore() as store:
+            for rest, text in (("x", b"{}"), ("3", b"{{{"), ("2", b"[]"), ("999999999999", b"{}"), ("7", b"{}")):
+                await store.put([f"{NAMESPACE.hex}/manifest/{rest}"], Buffers.of(bytearray(text)))
+            assert [m async for m in read_manifests(store, NAMESPACE.hex)] == []
