@@ -17,7 +17,7 @@ import anyio.abc
 import numpy as np
 
 from kvpool.deadlines import move_on_at
-from kvpool.errors import StoreError
+from kvpool.errors import StoreClosed, StoreError
 from kvpool.metrics import Counters
 from kvpool.staging import Lease
 from kvpool.store import Presence, Results, Status
@@ -79,6 +79,8 @@ class StoreCalls:
         self.left_behind = 0  #: calls that still run though nobody waits for them
         self.left_bytes = 0  #: staging memory that they hold
         self._idle: list[_Idle] = []
+        self._begin: set[_Call[Any]] = set()  # calls that their task has yet to begin
+        self._closed = False
 
     async def run(self, fn: Callable[[], Awaitable[T]], deadline: float, lease: Lease | None = None) -> Outcome[T]:
         """Await ``fn()`` until the deadline.
@@ -86,9 +88,12 @@ class StoreCalls:
         If this returns an outcome that is not late, ``lease`` is the caller's again. In every other case (late, or the
         caller was cancelled) the last of both, call and caller, has released it or will.
         """
+        if self._closed:
+            return Outcome(error=StoreClosed("the pool is closed"))
         if self.left_behind >= MAX_LEFT_BEHIND or self.left_bytes > self._max_left_bytes:
             return Outcome(error=StoreError(f"the store hangs: {self.left_behind} calls do not come back"))
         call = _Call(fn, lease)
+        self._begin.add(call)
         if self._idle:
             self._idle.pop().take(call)
         else:
@@ -112,9 +117,14 @@ class StoreCalls:
                 self._counters.abandoned_calls += 1
 
     def close(self) -> None:
-        """Let the idle tasks end; calls that run go on."""
+        """Refuse further calls, fail those that have not begun, and let the idle tasks end; calls that run go on."""
+        self._closed = True
         while self._idle:
             self._idle.pop().take(None)
+        while self._begin:  # cancelled before its first step, a task could not say that its call has ended
+            call = self._begin.pop()
+            call.outcome = Outcome(error=StoreClosed("the pool is closed"))
+            self._end(call)
 
     async def _serve(self, call: _Call[Any] | None) -> None:
         """Run one call after another, in the context (contextvars) of the first.
@@ -122,8 +132,10 @@ class StoreCalls:
         A new task for each would cost 10 us more, a third of a call that finds nothing to do.
         """
         while call is not None:
-            await self._run(call)
-            if len(self._idle) >= MAX_IDLE:
+            if call in self._begin:
+                self._begin.discard(call)
+                await self._run(call)
+            if self._closed or len(self._idle) >= MAX_IDLE:
                 return
             idle = _Idle()
             self._idle.append(idle)
@@ -143,11 +155,15 @@ class StoreCalls:
             # Nobody cancelled this task: the store leaked a cancellation of its own (a cancelled future, say).
             call.outcome.error, call.outcome.late = StoreError("the store cancelled its own call"), False
         finally:
-            call.done.set()
-            if call.left_behind is not None:
-                self.left_behind -= 1
-                self.left_bytes -= call.left_behind
-                call.release()
+            self._end(call)
+
+    def _end(self, call: _Call[Any]) -> None:
+        """It touches no memory any more."""
+        call.done.set()
+        if call.left_behind is not None:
+            self.left_behind -= 1
+            self.left_bytes -= call.left_behind
+            call.release()
 
 
 class _Idle:

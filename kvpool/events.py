@@ -90,6 +90,7 @@ class Reporter:
         self._store = Trouble(logger, name, "what it does not serve is computed")
         self._values = Trouble(logger, name, "such a value is not used, its block is computed", verb="damaged")
         self._calls = Trouble(logger, "the listener of the pool", "the pool goes on as if it had not")
+        self._closed = False
 
     @property
     def wants_all(self) -> bool:
@@ -98,7 +99,9 @@ class Reporter:
 
     def tell(self, event: Event) -> None:
         """Once for each event. Costs next to nothing while all is well and nobody listens."""
-        if isinstance(event, LookupEnded):
+        if self._closed:
+            pass  # what the end of the pool cuts off is not the store's fault
+        elif isinstance(event, LookupEnded):
             self._lookup(event)
         elif isinstance(event, LoadEnded):
             self._load(event)
@@ -118,7 +121,8 @@ class Reporter:
         self._store.bad(anyio.current_time(), what, f"no answer within {seconds:.3g} s")
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Nothing more will come that the log should hear of."""
+        self._closed = True
         for trouble in (self._store, self._values, self._calls):
             trouble.close(anyio.current_time())
 

@@ -149,6 +149,7 @@ class KVPool:
             return
         self._closed = True
         self._reporter.close()
+        self._calls.close()
         self._tasks.cancel_scope.cancel()
         # Not told of the body's exception: the task group would wrap it in an ExceptionGroup.
         await self._stack.__aexit__(None, None, None)

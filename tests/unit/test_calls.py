@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool.calls import MAX_LEFT_BEHIND, Outcome, StoreCalls, checked_presence, checked_results
+from kvpool.errors import StoreClosed
 from kvpool.memory import Buffers
 from kvpool.metrics import Counters
 from kvpool.staging import Staging
@@ -110,6 +112,39 @@ async def test_memory_held_by_calls_left_behind_is_bounded() -> None:
         await anyio.wait_all_tasks_blocked()
         assert staging.free_bytes == staging.nbytes
         calls.close()
+
+
+class _NeverBegins:
+    """Tasks that are cancelled before their first step."""
+
+    def start_soon(self, *_: object) -> None:
+        pass
+
+
+async def test_a_call_whose_task_never_begins_ends_with_the_pool() -> None:
+    staging = Staging(1 << 20)
+    calls = StoreCalls(cast(Any, _NeverBegins()), Counters(), grace=0.0)
+    outcomes: list[Outcome[int]] = []
+
+    async def store() -> int:
+        raise AssertionError
+
+    async def ask() -> None:
+        lease = await staging.acquire(4096)
+        outcomes.append(await calls.run(store, math.inf, lease))
+        lease.release()
+
+    with anyio.fail_after(10):
+        with anyio.move_on_after(0.01):
+            await ask()
+        assert (calls.left_behind, calls.left_bytes) == (1, 4096)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            calls.close()
+        await ask()
+    assert [type(outcome.error) for outcome in outcomes] == [StoreClosed] * 2
+    assert (calls.left_behind, calls.left_bytes, staging.free_bytes) == (0, 0, staging.nbytes)
 
 
 async def _with_lease(calls: StoreCalls, staging: Staging, fn: Callable[[], Awaitable[int]]) -> Outcome[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -14,7 +16,7 @@ from kvpool.admission import Admission
 from kvpool.backends.memory import MemoryStore
 from kvpool.errors import KVPoolError, LayoutError
 from kvpool.events import Event, LoadEnded, LookupEnded, ResetDone, SaveEnded
-from kvpool.memory import Buffers
+from kvpool.memory import BlockLayout, Buffers
 from kvpool.pool import KVPool, Transfer
 from kvpool.store import ABSENT, PRESENT, Status
 from tests.unit.test_pool import BLOCK, NAMESPACE, SPEC, Steered, engine, prompt
@@ -84,6 +86,37 @@ async def test_close_is_idempotent_and_final() -> None:
         await e.pool.close()
         with pytest.raises(KVPoolError):
             await e.pool.lookup(prompt(1), 5)
+
+
+async def test_a_save_that_copies_when_the_pool_closes_ends_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its next call to the store finds no task any more that would make it."""
+    saved: list[int] = []
+    copying, go_on, ended, gather = threading.Event(), threading.Event(), anyio.Event(), BlockLayout.gather
+
+    def slow(*arguments: Any) -> None:
+        copying.set()
+        go_on.wait(60)
+        gather(*arguments)
+
+    async with anyio.create_task_group() as tasks, engine(save_timeout_s=60) as e:
+        await e.pool.save([e.pool.transfer(0, prompt(4), range(4), range(4))])
+        monkeypatch.setattr(BlockLayout, "gather", slow)
+
+        async def save() -> None:
+            (out,) = await e.pool.save([e.pool.transfer(0, prompt(4, seed=1), range(4), range(4))])
+            saved.extend(out.status.tolist())
+            ended.set()
+
+        tasks.start_soon(save)
+        await anyio.to_thread.run_sync(copying.wait)
+        await e.pool.close()
+        go_on.set()
+        with anyio.move_on_after(10):
+            await ended.wait()
+        assert saved == [Status.FAILED] * 4
+    assert not [record for record in caplog.records if record.name.startswith("kvpool")]
 
 
 async def test_pinned_values_survive_until_they_are_released() -> None:
