@@ -114,6 +114,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 reads=transfer.is_kv_consumer,
                 writes=transfer.is_kv_producer,
                 epoch=epoch_of(self._config.epoch_label),
+                drafts=vllm_config.speculative_config is not None,
                 events=self._kv_events(vllm_config, shared=store.capabilities.shared),
             )
         else:
@@ -210,15 +211,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Comes after the forward pass, and after the draft model's, so the blocks are whole."""
+        """Comes after the forward pass, so the blocks are whole."""
         if self._step is not None and not self._handed_over:
             self._handed_over = True
             self._worker.submit(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._step is not None:
-            if self._step.idle:  # without a forward pass vLLM 0.30 does not call wait_for_save
-                self.wait_for_save()
+            # vLLM does not always call it: 0.30 not without a forward pass, and with speculative decoding only the last
+            # pipeline stage calls it, after drafting. The drafters that are served keep no KV, so this is no earlier.
+            self.wait_for_save()
             self._worker.collect(self._step)
         return KVConnectorTransferResults(
             finished_recving=self._worker.take_received(), failed_recving=self._worker.take_failed()

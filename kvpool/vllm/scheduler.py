@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerSide:
-    """``client`` answers lookups from the process that holds the store. ``events``: where KV events go, if wanted."""
+    """``client`` answers lookups from the process that holds the store. ``drafts``: whether the engine speculates.
+    ``events``: where KV events go, if wanted.
+    """
 
     def __init__(
         self,
@@ -53,12 +55,14 @@ class SchedulerSide:
         reads: bool,
         writes: bool,
         epoch: bytes,
+        drafts: bool = False,
         events: KVEvents | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
         self.counters = ConnectorCounters()
         self._client = client
+        self._drafts = drafts
         self._events = events
         self._reads = reads and config.load_enabled
         self._writes = writes and config.save_enabled
@@ -91,7 +95,20 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> RequestState:
         """A new generation: whatever an earlier request of this id left behind is forgotten."""
         self.forget(request.request_id)
+        if self._drafts and self._writes and request.resumable:
+            self._stop_saving()
         return self._requests.add(request)
+
+    def _stop_saving(self) -> None:
+        """For a streaming session with drafts: where a turn stops among drafts that were right, vLLM goes on as if the
+        KV of those behind the stop were that of the next turn's first tokens. Its own prefix cache hands such blocks to
+        other requests, so none of this engine's may be stored any more.
+        """
+        self._writes = False
+        logger.warning(
+            "kvpool stores nothing more of this engine: a streaming session has begun, and with speculative decoding "
+            "vLLM may keep wrong KV of one. What is stored is still used."
+        )
 
     def forget(self, request_id: str) -> None:
         """The request has ended. Jobs in flight keep their own state until they are reported."""

@@ -68,9 +68,7 @@ class _Spaces:
 
     def name(self, engine: Namespace) -> None:
         """Learn what the engine's digest stands for; keys need it not, only the manifest that a person reads."""
-        if self.engine != engine:
-            self.engine = engine
-            self._known.clear()
+        self.engine = engine
 
     def knows(self, namespace: bytes) -> bool:
         """Whether it is known what this digest stands for."""
@@ -80,12 +78,12 @@ class _Spaces:
         space = self._known.get((namespace, epoch))
         if space is None:
             facts: dict[str, Fact] = {"engine": namespace.hex(), "epoch": epoch.hex(), "layout": self._layout}
-            key = Namespace.of(facts)
-            if self.engine is not None and self.engine.digest == namespace:
-                # The key is made of the engine's digest alone; the manifest spells it out for a person.
-                key = Namespace(key.digest, Namespace.of({**facts, "engine_facts": self.engine.facts}).manifest)
-            space = KeySpace(key, self._spec)
-            self._known[namespace, epoch] = space
+            key, engine = Namespace.of(facts), self.engine
+            if engine is None or engine.digest != namespace:
+                return KeySpace(key, self._spec)  # not kept: what it stands for may be told at this very moment
+            # The key is made of the engine's digest alone; the manifest spells it out for a person.
+            key = Namespace(key.digest, Namespace.of({**facts, "engine_facts": engine.facts}).manifest)
+            space = self._known[namespace, epoch] = KeySpace(key, self._spec)
             for old in list(self._known)[:-16]:  # resets make new epochs; only the latest few are in use
                 self._known.pop(old, None)
         return space

@@ -108,6 +108,42 @@ def a_wrong_block_changes_the_output(engine: Engine) -> None:
     assert not damaged.near(local)
 
 
+def a_session_stores_no_wrong_block(engine: Engine, drafter: Drafter) -> None:
+    """A turn that stops among drafts that were right: vLLM keeps their KV for that of the next turn's first tokens."""
+    question = prompt(950, seed=5)
+    answer = list(engine.run(question, output=40).tokens)
+    engine.drain()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    drafter.learn([*question, *answer])
+    drafter.calls = 0
+    core = engine.core
+
+    def say(tokens: Sequence[int], output: int) -> list[int]:
+        """The session's next turn; all of its tokens so far."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+        made = engine.engine.input_processor.process_inputs(
+            "session", {"prompt_token_ids": list(tokens)}, sampling, supported_tasks=("generate",), resumable=True
+        )
+        core.add_request(*core.preprocess_add_request(made))
+        session = core.scheduler.requests["session"]
+        wanted = session.num_tokens + output
+        while session.num_tokens < wanted:
+            _, computed = core.step()
+            core.post_step(computed)
+        return list(session.all_token_ids)
+
+    assert say(question, 6) == [*question, *answer[:6]]
+    behind = core.scheduler.requests["session"]
+    assert behind.num_computed_tokens > behind.num_tokens, "the turn did not stop among its drafts"
+    text = say(prompt(140, seed=6), 2)
+    core.abort_requests(["session"])
+    engine.forget()
+    assert engine.run(text).cached == 0, "wrong blocks were stored, and found"
+    engine.assert_at_rest()
+
+
 def main(model: str, folder: str, version: str) -> None:
     os.environ.update(ENVIRONMENT)
     faulthandler.dump_traceback_later(270, exit=True)  # tells where it hangs
@@ -122,6 +158,7 @@ def main(model: str, folder: str, version: str) -> None:
     an_external_hit_is_bitwise_equal_to_a_local_hit(engine, drafter)
     answers_are_stored_as_far_as_their_drafts_were_right(engine, drafter)
     a_wrong_block_changes_the_output(engine)
+    a_session_stores_no_wrong_block(engine, drafter)  # last: the engine stores nothing after it
     engine.close()
     print("PASSED", flush=True)
 

@@ -90,6 +90,7 @@ def scheduler(
     client: FakeClient | None = None,
     reads: bool = True,
     writes: bool = True,
+    drafts: bool = False,
     events: KVEvents | None = None,
     **config: Any,
 ) -> Any:
@@ -102,6 +103,7 @@ def scheduler(
         reads=reads,
         writes=writes,
         epoch=EPOCH,
+        drafts=drafts,
         events=events,
     )
     side.bind_block_pool(pool)

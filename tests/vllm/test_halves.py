@@ -14,11 +14,12 @@ import pytest
 from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.hashes import BlockHashes
-from kvpool.keys import Namespace
+from kvpool.keys import KeySpace, Namespace
 from kvpool.memory import BlockLayout
 from kvpool.ranks import Rank
 from kvpool.spec import CacheGroup, CacheSpec, Kind
 from kvpool.transport import LookupResult
+from kvpool.vllm import worker
 from kvpool.vllm.messages import WorkerReport
 from kvpool.vllm.scheduler import SchedulerSide
 from kvpool.vllm.worker import WorkerSide
@@ -315,3 +316,19 @@ def test_a_rank_that_has_not_seen_it_asks_and_shares_all_the_same(
     again.engine = NAMESPACE
     assert not step(late, again).unnamed
     assert not step(late, work())
+
+
+def test_what_is_made_while_the_engine_is_named_gets_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first lookup comes from the event loop while the first step comes from the worker's thread."""
+    spaces = worker._Spaces(spec(), "layout")
+
+    def named_meanwhile(key: Namespace, of: CacheSpec) -> KeySpace:
+        spaces.name(NAMESPACE)
+        return KeySpace(key, of)
+
+    monkeypatch.setattr(worker, "KeySpace", named_meanwhile)
+    first = spaces.get(NAMESPACE.digest, EPOCH)
+    later = spaces.get(NAMESPACE.digest, EPOCH)
+    assert "engine_facts" in later.namespace.manifest
+    assert later.namespace.digest == first.namespace.digest
+    assert spaces.get(NAMESPACE.digest, EPOCH) is later

@@ -269,6 +269,23 @@ class TestSave:
             talking.append_output_token_ids([900 + step])
         assert stored == list(range(expected)), "each block once, in order"
 
+    @pytest.mark.parametrize("drafts", [False, True])
+    def test_after_a_streaming_session_with_drafts_nothing_more_is_stored(
+        self, drafts: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Which block vLLM hands on with wrong KV is not to be seen, so other requests of this engine count too."""
+        client = hit(12)
+        side = scheduler(FakePool(64), client=client, lookup_grace_ms=0, drafts=drafts)
+        other = request(33)
+        side.on_new_request(other)
+        assert side.build_work(output(other, 16)).saves
+        for session in (request(resumable=True), request(resumable=True)):
+            side.on_new_request(session)
+            assert bool(side.build_work(output(session, 16)).saves) is not drafts
+        assert bool(side.build_work(output(other, 32)).saves) is not drafts
+        assert caplog.text.count("stores nothing more") == drafts
+        assert answered(side, client, request()) == 12
+
     def test_a_save_past_its_deadline_is_counted_and_keeps_its_pins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [1000.0]
         monkeypatch.setattr("kvpool.vllm.saves.time", SimpleNamespace(monotonic=lambda: now[0]))
