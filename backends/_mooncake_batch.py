@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.backends import _file_format as form
+from kvpool.errors import StoreError
 from kvpool.memory import Buffers
+from kvpool.store import Results, Status
 
-__all__ = ["Layout", "batches", "copy_in", "copy_out", "problem_of", "rounds", "seal"]
+__all__ = ["Layout", "batches", "copy_in", "copy_out", "good_keys", "problem_of", "rounds", "seal"]
 
 HEADER = form.HEADER_BYTES
 _ALIGNMENT = 64
@@ -45,6 +47,22 @@ class Layout:
         for start, size in zip(self.starts, self.sizes, strict=False):
             end = start + HEADER
             yield memory[start:end], memory[end : end + size]
+
+
+def good_keys(keys: Sequence[str], results: Results | None = None, store: str = "") -> list[int]:
+    """The indices of what is a key by the contract. What is none is FAILED in ``results``, with the store's name."""
+    if form.are_keys(keys):
+        return list(range(len(keys)))
+    good = []
+    for i, key in enumerate(keys):
+        try:
+            form.check_key(key)
+        except form.BadKey as error:
+            if results is not None:
+                results.set(i, Status.FAILED, error=StoreError(f"{store}: {error}"))
+        else:
+            good.append(i)
+    return good
 
 
 def batches(sizes: npt.NDArray[np.int64], max_bytes: int, max_values: int) -> Iterator[slice]:

@@ -20,11 +20,12 @@ import anyio.lowlevel
 import numpy as np
 
 from kvpool.backends._breaker import Breaker
-from kvpool.backends._file_format import HEADER_BYTES, BadKey, are_keys, check_key
+from kvpool.backends._file_format import HEADER_BYTES
 from kvpool.backends._lifecycle import Lifecycle
-from kvpool.backends._mooncake_batch import batches, rounds
+from kvpool.backends._mooncake_batch import batches, good_keys, rounds
 from kvpool.backends._mooncake_client import connect
 from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
+from kvpool.backends._mooncake_deletes import Deletes
 from kvpool.backends._mooncake_doctor import look
 from kvpool.backends._mooncake_link import Connect, Link
 from kvpool.backends._mooncake_moves import BATCH_BYTES, Moves
@@ -54,10 +55,6 @@ logger = logging.getLogger(__name__)
 
 HEADROOM = 64  # of which the header takes the last 40: the payload behind it is aligned
 PROBED_KEYS = 4096  # in one native call, and between two turns of the loop
-REMOVED_KEYS = 64  # by one thread, which asks the master for each
-REMOVE_S = 30.0  # how long it is tried to remove a value that somebody has a lease on
-STUCK_S = 60.0  # how long a damaged value that could not be removed is left alone
-REMOVE_PAUSES_S = 0.02, 0.5  # the first pause between two attempts; each is twice as long, up to the second
 
 _Move: TypeAlias = Callable[[Sequence[str], list[int], Buffers, Results, float], Awaitable[None]]
 
@@ -93,9 +90,8 @@ class MooncakeStore(Store):
         self._calls: set[anyio.CancelScope] = set()
         self._present = KeyMemory(options.presence_cache_s)
         self._failed = KeyMemory(options.failed_key_s)
-        self._healing: dict[str, anyio.Event] = {}  # damaged values that are being removed
+        self._deletes = Deletes(self._link, self._name, self._prefix)
         self._putting: dict[str, anyio.Event] = {}  # keys with a put under way
-        self._stuck = KeyMemory(STUCK_S)  # and those that could not be
         self._pressure = Breaker(failures=1, cooldown_s=0.25, max_cooldown_s=4.0)
         self._tasks: anyio.abc.TaskGroup
 
@@ -173,12 +169,10 @@ class MooncakeStore(Store):
         """Ask for what is not known already. Raises StoreError if Mooncake cannot be asked."""
         now = anyio.current_time()
         found = np.full(len(keys), UNKNOWN, np.uint8)
-        good = self._good(keys)
+        good = good_keys(keys)
         found[self._present.among(keys, now)] = PRESENT
         found[self._failed.among(keys, now)] = ABSENT
-        found[self._stuck.among(keys, now)] = ABSENT
-        if self._healing:
-            found[[i for i in good if keys[i] in self._healing]] = ABSENT
+        found[self._deletes.absent(keys, good)] = ABSENT
         wanted = [i for i in good if found[i] == UNKNOWN] if (found != UNKNOWN).any() else good
         if wanted:
             client = self._link.client()
@@ -221,12 +215,12 @@ class MooncakeStore(Store):
                 good.remove(i)
             first, *again = rounds(keys, good) or [[]]
             # Mooncake's put of a value that is only half there says OK, and a load would find nothing.
-            busy = [i for i in first if keys[i] in self._healing or keys[i] in self._putting]
+            busy = [i for i in first if self._deletes.healing(keys[i]) or keys[i] in self._putting]
             await self._put_each(keys, [i for i in first if i not in busy], source, results, deadline)
             if busy:
                 with move_on_at(deadline):
                     for key in (keys[i] for i in busy):
-                        for event in (self._healing.get(key), self._putting.get(key)):
+                        for event in (self._deletes.healing(key), self._putting.get(key)):
                             if event is not None:
                                 await event.wait()
                 await self._put_each(keys, busy, source, results, deadline)
@@ -239,45 +233,10 @@ class MooncakeStore(Store):
     async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
         results = Results.empty(len(keys), Status.TIMED_OUT)
         with self._call():
-            left = await self._begun(keys, None, results, deadline)
+            good = await self._begun(keys, None, results, deadline)
             self._present.discard(keys)
-            give_up = anyio.current_time() + REMOVE_S
-            for pause in _pauses():
-                now = anyio.current_time()
-                if not left or now >= deadline:
-                    break
-                busy = []
-                for at in range(0, len(left), REMOVED_KEYS):
-                    rows = left[at : at + REMOVED_KEYS]
-                    busy += await self._delete(keys, rows, results, deadline, patient=now < give_up)
-                left = busy
-                if left:  # somebody reads them, or has asked for them: their lease ends by itself
-                    await anyio.sleep_until(min(deadline, now + pause))
+            await self._deletes.delete(keys, good, results, deadline)
         return results
-
-    async def _delete(
-        self, keys: Sequence[str], rows: list[int], results: Results, deadline: float, *, patient: bool
-    ) -> list[int]:
-        """Those that somebody reads, if that is to be waited for (``patient``)."""
-        if anyio.current_time() >= deadline:
-            return []
-        try:
-            codes = await self._remove(self._names(keys, rows), deadline)
-        except StoreClosed:
-            raise
-        except StoreError as error:
-            self._fail(results, rows, error)
-            return []
-        busy = []
-        for i, code in zip(rows, codes or [], strict=False):
-            meaning = meaning_of(code)
-            if meaning is Meaning.RETRY and patient:
-                busy.append(i)
-            elif meaning in (Meaning.OK, Meaning.ABSENT):
-                results.set(i, Status.OK if meaning is Meaning.OK else Status.ABSENT)
-            else:
-                results.set(i, Status.FAILED, error=self._error(keys[i], described(code)))
-        return busy
 
     # ---- one batch
 
@@ -287,7 +246,7 @@ class MooncakeStore(Store):
         """The keys to work on: what is no key is FAILED, nothing is left if the deadline has passed."""
         for region in buffers.regions if buffers is not None else ():
             _ = region.view  # memory of a device is refused before anything is sent
-        good = self._good(keys, results) if anyio.current_time() < deadline else []
+        good = good_keys(keys, results, self._name) if anyio.current_time() < deadline else []
         # What is to be moved is waited for anyway; a turn of the loop more would be a tenth of a small transfer's time.
         await (anyio.lowlevel.checkpoint_if_cancelled() if good else anyio.lowlevel.checkpoint())
         return good
@@ -376,7 +335,7 @@ class MooncakeStore(Store):
     ) -> None:
         client = self._link.client()
         now = anyio.current_time()
-        for i in [rows[j] for j in self._stuck.among([keys[i] for i in rows], now)]:
+        for i in [rows[j] for j in self._deletes.stuck([keys[i] for i in rows])]:
             self._fail(results, [i], self._error(keys[i], "a damaged value is in its place and cannot be removed"))
             rows.remove(i)
         if not rows:
@@ -417,65 +376,13 @@ class MooncakeStore(Store):
         finally:
             self._pressure.settle(ticket, anyio.current_time(), room)
 
-    async def _remove(self, names: list[str], deadline: float) -> list[int] | None:
-        """One attempt, never forced: whoever reads a value would get torn bytes."""
-        client = self._link.client()
-
-        def remove() -> list[int]:
-            codes: list[int] = []
-            for name in names:
-                codes.append(client.native.remove(name, False))
-                if meaning_of(codes[-1]) is Meaning.UNREACHABLE:  # each of the rest would take the master's time-out
-                    break
-            return codes + codes[-1:] * (len(names) - len(codes))
-
-        return await self._link.ask(client, client.probes, remove, len(names), deadline)
-
-    # ---- what is damaged
+    # ---- small things
 
     def _damaged(self, key: str, i: int, problem: str, results: Results) -> None:
         """Make room for a good value: Mooncake's put would leave the bad one."""
         results.set(i, Status.CORRUPT, error=self._error(key, problem))
         self._present.discard([key])
-        if key not in self._healing:
-            self._healing[key] = anyio.Event()
-            self._tasks.start_soon(self._heal, key)
-
-    async def _heal(self, key: str) -> None:
-        """Remove a damaged value as soon as nobody holds a lease on it. Until then the key counts as absent."""
-        try:
-            give_up = anyio.current_time() + REMOVE_S
-            for pause in _pauses():
-                if anyio.current_time() >= give_up:
-                    break
-                try:
-                    codes = await self._remove([self._prefix + key], give_up)
-                except StoreError:
-                    codes = None
-                if codes and meaning_of(codes[0]) in (Meaning.OK, Meaning.ABSENT):
-                    return
-                await anyio.sleep(pause)
-            logger.warning("%s: the damaged value of %s could not be removed", self._name, key[:100])
-            self._stuck.add([key], anyio.current_time())
-        finally:
-            self._healing.pop(key).set()
-
-    # ---- small things
-
-    def _good(self, keys: Sequence[str], results: Results | None = None) -> list[int]:
-        """The indices of what is a key by the contract."""
-        if are_keys(keys):
-            return list(range(len(keys)))
-        good = []
-        for i, key in enumerate(keys):
-            try:
-                check_key(key)
-            except BadKey as error:
-                if results is not None:
-                    results.set(i, Status.FAILED, error=StoreError(f"{self._name}: {error}"))
-            else:
-                good.append(i)
-        return good
+        self._deletes.heal(key, self._tasks)
 
     def _names(self, keys: Sequence[str], rows: Sequence[int]) -> list[str]:
         return [self._prefix + key for key in (keys if len(rows) == len(keys) else [keys[i] for i in rows])]
@@ -509,11 +416,3 @@ class MooncakeStore(Store):
                     self._calls.discard(scope)
             if scope.cancelled_caught:
                 self._life.check()
-
-
-def _pauses() -> Iterator[float]:
-    """Between attempts to remove something."""
-    pause, longest = REMOVE_PAUSES_S
-    while True:
-        yield pause
-        pause = min(2 * pause, longest)

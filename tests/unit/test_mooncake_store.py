@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 import pytest
 
-from kvpool.backends import mooncake
+from kvpool.backends import _mooncake_deletes
 from kvpool.backends._breaker import Breaker
 from kvpool.backends._mooncake_client import Connected
 from kvpool.backends._mooncake_codes import Meaning, described, meaning_of
@@ -369,7 +369,7 @@ async def test_a_damaged_value_is_removed_when_nobody_has_a_lease(cluster: Clust
 async def test_a_put_does_not_wait_for_ever_for_a_damaged_value(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooncake, "REMOVE_S", 2.0)
+    monkeypatch.setattr(_mooncake_deletes, "REMOVE_S", 2.0)
     async with store_of(cluster) as store:
         await put(store, [("a", b"12345")])
         cluster.values["kvpool:a"] = b"?" * 45
