@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ __all__ = [
 _PING = b"\x15" + bytes(19)
 #: A request of its transfer engine's handshake, for metadata: length, kind, an empty JSON object.
 _OWNER_PING = b"\x03" + bytes(7) + b"\x01{}"
+_PORT = re.compile("[0-9]{1,5}")
 #: Clients put aside in one process, at most; for more the oldest is closed.
 _MOST_ASIDE = 8
 #: Options that a client is set up with, or puts with.
@@ -129,9 +131,14 @@ async def local_address(settings: Settings, deadline: float) -> str:
     return settings.options.host or name
 
 
-async def gives_sign_of_life(owner: str, deadline: float) -> bool:
-    """Whether an owner of memory (``host:port``) answers before the deadline. One that is frozen takes connections."""
+async def gives_sign_of_life(owner: str, deadline: float) -> bool | None:
+    """Whether an owner of memory (``host:port``) answers before the deadline. One that is frozen takes connections.
+
+    None for what is no such address.
+    """
     host, _, port = owner.rpartition(":")
+    if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+        return None
     try:
         with fail_at(deadline):
             async with await anyio.connect_tcp(host.strip("[]"), int(port)) as stream:

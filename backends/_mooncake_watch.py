@@ -18,7 +18,6 @@ from kvpool.backends._mooncake_client import gives_sign_of_life
 from kvpool.backends._mooncake_codes import TRANSFER_FAIL
 from kvpool.backends._mooncake_link import Client, Link
 from kvpool.backends._mooncake_owners import Place, Trial
-from kvpool.errors import StoreError
 
 __all__ = ["OwnerWatch"]
 
@@ -107,7 +106,7 @@ class OwnerWatch:
         self._rest_until = anyio.current_time() + INQUIRY_S
         try:
             await self._find(client, list(dict.fromkeys(names)), self._rest_until)
-        except StoreError as error:
+        except Exception as error:  # the watch goes on, and with it the store
             logger.debug("%s", error)
         else:
             client.owners.doubt()
@@ -142,7 +141,7 @@ class OwnerWatch:
             good = alive if alive is False else await self._load(client, trial.place)
             if good is None and alive:
                 good = True  # it has nothing to be tried with
-        except StoreError as error:  # it is the master that cannot be asked
+        except Exception as error:  # a StoreError: it is the master that cannot be asked
             logger.debug("%s", error)
         finally:
             now = anyio.current_time()

@@ -289,7 +289,7 @@ class MooncakeStore(Store):
         client = self._link.client()
         if lost := [rows[j] for j in await self._watch.lost(self._names(keys, rows), deadline)]:
             self._fail(results, lost, self._error(keys[lost[0]], "the owner of its memory does not answer"))
-            rows = [i for i in rows if i not in set(lost)]
+            rows = sorted(set(rows).difference(lost))
         if not rows:
             return
         part = into if len(rows) == len(into) else into.select(rows)

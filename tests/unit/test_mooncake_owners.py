@@ -180,6 +180,24 @@ async def test_values_of_a_silent_owner_are_not_asked_for(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("address", ["127.0.0.1:70000", "a-segment", ""])
+async def test_an_owner_without_an_address_that_can_be_is_tried_by_its_values(cluster: Cluster, address: str) -> None:
+    """Nor does it end the watch, which would end the store and the block of whoever has opened it."""
+    alive = False
+    async with store_of(cluster) as store:
+        await filled(store)
+        cluster.places.update(dict.fromkeys((f"kvpool:{key}" for key in KEYS[::2]), address))
+        cluster.failing.add(address)
+        await until(store, {address})
+        assert await statuses(store) == [Status.FAILED, Status.OK] * 3
+        cluster.failing.clear()
+        await until(store, set())
+        assert await statuses(store) == [Status.OK] * 6
+        alive = True
+    assert alive
+
+
+@pytest.mark.anyio
 async def test_a_silent_owner_says_nothing_about_the_master(cluster: Cluster) -> None:
     """The breaker of the whole store stays closed, however many transfers are late."""
     async with store_of(cluster) as store:
