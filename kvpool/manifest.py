@@ -36,7 +36,7 @@ async def read_manifests(store: Store, namespace: str) -> AsyncIterator[dict[str
         if got.ok.all():
             try:
                 told = json.loads(text)
-            except ValueError:  # somebody else's
+            except (ValueError, RecursionError):  # somebody else's
                 continue
             if isinstance(told, dict):
                 yield told

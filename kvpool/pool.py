@@ -427,6 +427,8 @@ class KVPool:
         key, now = keyspace.manifest_key, anyio.current_time()
         if now < self._described.get(key, -math.inf):
             return
+        # Without those of epochs that are over: there may be one for each update of a model's weights.
+        self._described = {other: again for other, again in self._described.items() if again > now}
         self._described[key] = now + MANIFEST_EVERY_S
         text = Buffers.of(bytearray(keyspace.namespace.manifest.encode()))
         limit = min(deadline, now + MANIFEST_TIMEOUT_S)

@@ -496,6 +496,15 @@ async def test_an_exception_in_the_body_comes_out_as_it_is() -> None:
             raise RuntimeError("mine")
 
 
+async def test_manifests_of_epochs_that_are_over_are_not_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.pool.MANIFEST_EVERY_S", 0.0)
+    async with engine() as e:
+        for _ in range(5):
+            await e.pool.save([e.pool.transfer(0, prompt(1), [0], [0])])
+            assert len(e.pool._described) == 1
+            e.pool.reset()
+
+
 async def test_a_manifest_says_what_a_namespace_is() -> None:
     async with engine() as e:
         await e.pool.save([e.pool.transfer(0, prompt(1), [0], [0])])

@@ -203,6 +203,13 @@ class TestManifest:
 
     async def test_what_is_no_manifest_is_left_out(self) -> None:
         async with MemoryStore() as store:
-            for rest, text in (("x", b"{}"), ("3", b"{{{"), ("2", b"[]"), ("999999999999", b"{}"), ("7", b"{}")):
+            for rest, text in (
+                ("x", b"{}"),
+                ("3", b"{{{"),
+                ("2", b"[]"),
+                ("999999999999", b"{}"),
+                ("7", b"{}"),
+                ("99999", b"[" * 99999),
+            ):
                 await store.put([f"{NAMESPACE.hex}/manifest/{rest}"], Buffers.of(bytearray(text)))
             assert [m async for m in read_manifests(store, NAMESPACE.hex)] == []
