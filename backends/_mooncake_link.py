@@ -45,7 +45,7 @@ CLOSE_S = 2.0  # for calls that were left behind to come back, before a client i
 DOUBTS = 3  # failed probes in a row of a master that is alive: it is the client that is broken
 PLACEMENT_BYTES = 64
 FAILING_S, FORGET_S = 20.0, 10.0  # transfers that fail so long, without a pause of so long: the client is broken
-MOST_HUNG = 8  # clients given up in one process; each keeps about 30 threads
+MOST_HUNG = 8  # clients given up in one process; each keeps about 20 threads
 
 _hung: list[Client] = []
 

@@ -171,6 +171,25 @@ async def test_there_is_an_end_to_replacing(cluster: Cluster, monkeypatch: pytes
         assert cluster.natives[0].closed
 
 
+async def test_stores_that_follow_each_other_share_the_limit_of_hanging_clients(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also clients that are left when their store is closed; what hangs once too often is a store without a client."""
+    monkeypatch.setattr(_mooncake_link, "MOST_HUNG", 3)
+    with anyio.fail_after(60):
+        with cluster.hanging():
+            for n in range(6):
+                async with store_of(cluster) as store:
+                    results = await put(store, [(f"a{n}", b"1")], deadline=anyio.current_time() + 1)
+                    assert results.status.tolist() == [Status.TIMED_OUT if n < 3 else Status.FAILED]
+                    assert n < 3 or "must be restarted" in str(results.errors[0])
+                assert len(cluster.natives) == len(_mooncake_link._hung) == min(n + 1, 3)
+        async with store_of(cluster) as store:
+            await until_ok(store)
+    assert len(_mooncake_link._hung) == 2
+    assert [native.closed for native in cluster.natives].count(True) == 1
+
+
 async def test_zero_copy_memory_is_waited_for(cluster: Cluster) -> None:
     """The pool's blocks: late or cancelled, the call ends when the native one has come back."""
     layers = [np.full((16, 4096), i, np.uint8) for i in range(2)]
@@ -185,15 +204,17 @@ async def test_zero_copy_memory_is_waited_for(cluster: Cluster) -> None:
         assert len(cluster.batches[0][2][0]) == 3, "the header and the two layers"
         assert pool.staging.peak == 0
         ended: list[Results] = []
+        deadline = anyio.current_time() + 2
 
         async def load() -> None:
             back = pool.transfer(0, hashes, range(4), range(8, 12))
-            ended.extend(await pool.load([back], deadline=anyio.current_time() + 0.05))
+            ended.extend(await pool.load([back], deadline=deadline))
 
         async with anyio.create_task_group() as tasks:
             with cluster.hanging():
                 tasks.start_soon(load)
-                await anyio.sleep(0.5)
+                await anyio.sleep_until(deadline + 0.5)
+                assert cluster.batches[-1][0] == "get", "it has begun"
                 assert not ended
         assert ended[0].ok.all()
         assert all((layer[8:12] == layer[0, 0]).all() for layer in layers)
