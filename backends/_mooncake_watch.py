@@ -141,7 +141,7 @@ class OwnerWatch:
             good = alive if alive is False else await self._load(client, trial.place)
             if good is None and alive:
                 good = True  # it has nothing to be tried with
-        except Exception as error:  # a StoreError: it is the master that cannot be asked
+        except Exception as error:  # the master cannot be asked, or there was no room for a trial
             logger.debug("%s", error)
         finally:
             now = anyio.current_time()
@@ -154,21 +154,26 @@ class OwnerWatch:
             logger.info("%s: the owner of memory at %s answers again", self._name, trial.owner)
 
     async def _load(self, client: Client, place: Place) -> bool | None:
-        """Whether a value comes; None: it is not there, or there is no memory for it. Raises StoreError."""
+        """Whether a value comes; None: it is not there, or too large to be tried.
+
+        Raises TimeoutError or StoreError if it could not be asked for: that is not the owner's fault.
+        """
         limit = anyio.current_time() + TRIAL_S
-        try:
-            if place.nbytes > client.arena.nbytes:
-                return None
-            lease = await client.arena.acquire(place.nbytes, deadline=limit)
-        except TimeoutError:
+        if place.nbytes > client.arena.nbytes:
             return None
+        lease = await client.arena.acquire(place.nbytes, deadline=limit)
+        asked = False
         address = lease.region.address + lease.offset
 
         def load() -> list[int]:
+            nonlocal asked
+            asked = True
             return client.native.batch_get_into_multi_buffers([place.name], [[address]], [[place.nbytes]])
 
         codes = await self._link.ask(client, client.trials, load, 1, limit, lease)
         if codes is None:
+            if not asked:
+                raise TimeoutError("no thread became free for a trial")
             return False
         lease.release()
         return True if codes[0] >= 0 else False if codes[0] == TRANSFER_FAIL else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import anyio
 import pytest
@@ -195,6 +197,44 @@ async def test_an_owner_without_an_address_that_can_be_is_tried_by_its_values(cl
         assert await statuses(store) == [Status.OK] * 6
         alive = True
     assert alive
+
+
+@pytest.mark.anyio
+async def test_a_trial_that_never_began_says_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads are taken by trials of owners that hang, or all memory by transfers."""
+    monkeypatch.setattr(_mooncake_link, "TRIAL_THREADS", 1)
+    free, settled = threading.Event(), []
+    settle = Owners.settle
+
+    def noted(owners: Owners, trial: Trial, now: float, good: bool | None, *, mute: bool = False) -> Any:
+        settled.append(good)
+        return settle(owners, trial, now, good, mute=mute)
+
+    monkeypatch.setattr(Owners, "settle", noted)
+
+    async def tried_again() -> None:
+        settled.clear()
+        with anyio.fail_after(30):
+            while len(settled) < 2:
+                await statuses(store)
+                await anyio.sleep(0.01)
+
+    async with store_of(cluster) as store:
+        await filled(store)
+        client = store._link.client()
+        call = await client.trials.start(lambda: [int(free.wait(60))])
+        cluster.failing.update(cluster.owners)
+        await tried_again()
+        assert set(settled) == {None}
+        assert not store._watch.silent()
+        free.set()
+        await call.wait_through()
+        await until(store, set(cluster.owners))
+        lease = await client.arena.acquire(client.arena.nbytes)
+        await tried_again()
+        lease.release()
+        assert set(settled[-2:]) <= {None, False}
+        assert store._watch.silent() == set(cluster.owners)
 
 
 @pytest.mark.anyio
