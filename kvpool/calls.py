@@ -201,7 +201,8 @@ def checked_results(outcome: Outcome[Results], n: int, width: int, *, filled: bo
     status, nbytes = np.array(results.status), np.array(results.nbytes)
     if filled:
         status[(status == Status.OK) & (nbytes != width)] = Status.CORRUPT
-    return Results(status, nbytes, {i: e for i, e in results.errors.items() if 0 <= i < n})
+    told = results.errors if isinstance(results.errors, dict) else {}
+    return Results(status, nbytes, {i: e for i, e in told.items() if isinstance(i, int | np.integer) and 0 <= i < n})
 
 
 def _shape(answer: object) -> str:

@@ -104,7 +104,10 @@ def reason(error: BaseException | None) -> str:
         return "no reason is given"
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(reason, error.exceptions))
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # it is somebody else's class
+        text = "it cannot say why"
     if not isinstance(error, KVPoolError):
         text = f"{type(error).__name__}: {text}"
     return redact(text)[:_MAX_REASON]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kvpool.calls import MAX_LEFT_BEHIND, Outcome, StoreCalls, checked_presence, checked_results
-from kvpool.errors import StoreClosed
+from kvpool.errors import StoreClosed, StoreError
 from kvpool.memory import Buffers
 from kvpool.metrics import Counters
 from kvpool.staging import Staging
-from kvpool.store import Results, Status
+from kvpool.store import Presence, Results, Status
 from tests.unit.test_pool import Steered, engine, prompt
 
 pytestmark = pytest.mark.anyio
@@ -112,6 +112,34 @@ async def test_memory_held_by_calls_left_behind_is_bounded() -> None:
         await anyio.wait_all_tasks_blocked()
         assert staging.free_bytes == staging.nbytes
         calls.close()
+
+
+class _Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("errors", [None, {"x": StoreError("y")}, {0: _Speechless()}, {0: "text"}])
+async def test_errors_that_are_none_hurt_nobody(errors: Any) -> None:
+    class Odd(Steered):
+        odd = False
+
+        async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
+            if self.odd and errors and 0 in errors:
+                raise _Speechless
+            return await super().exists(keys, deadline=deadline)
+
+        async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+            return Results(np.full(len(keys), Status.FAILED, np.uint8), np.zeros(len(keys), np.int64), errors)
+
+    store = Odd()
+    async with engine(store) as e:
+        part = e.pool.transfer(0, prompt(4), range(4), range(4))
+        await e.pool.save([part])
+        store.odd = True
+        assert (await e.pool.lookup(prompt(4), 17)).length in (0, 16)
+        (loaded,) = await e.pool.load([part])
+        assert loaded.status.tolist() == [Status.FAILED] * 4
 
 
 class _NeverBegins:
