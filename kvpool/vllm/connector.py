@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         create_transport(transport)
         self._step: StepWork | None = None
         self._handed_over = False
+        self._handled: BaseException | None = None
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -197,7 +199,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepWork)
-        self._step, self._handed_over = connector_metadata, False
+        self._step, self._handed_over, self._handled = connector_metadata, False, sys.exc_info()[1]
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads are asynchronous; they start with the step's saves, after the forward pass."""
@@ -211,10 +213,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Comes after the forward pass, so the blocks are whole."""
+        """Comes after the forward pass, so the blocks are whole, unless it has raised: vLLM calls it then, too."""
         if self._step is not None and not self._handed_over:
             self._handed_over = True
-            self._worker.submit(self._step)
+            self._worker.submit(self._step, computed=sys.exc_info()[1] is self._handled)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._step is not None:

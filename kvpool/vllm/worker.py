@@ -201,8 +201,11 @@ class WorkerSide:
 
     # ---- one step
 
-    def submit(self, work: StepWork) -> None:
-        """Hand the step's loads, then its saves, to the event loop. The step's forward pass has run."""
+    def submit(self, work: StepWork, *, computed: bool = True) -> None:
+        """Hand the step's loads, then its saves, to the event loop. The step's forward pass has run.
+
+        ``computed``: False if it has raised, so that nobody knows what is in the blocks; then nothing is saved of them.
+        """
         assert self._portal is not None
         if work.engine is not None:
             self._spaces.name(work.engine)
@@ -216,6 +219,9 @@ class WorkerSide:
             self._portal.submit(_load, self._transfers(job), self._space(job), token=("load", job.number))
             self._expire("load", job.number, self._config.load_timeout_s)
         for job in work.saves:
+            if not computed:
+                self._report.released[job.number], self._report.saved[job.number] = 1, (1, False)
+                continue
             self._saves[job.number] = job
             self._reading.add(job.number)
             released = partial(self._released.append, job.number)

@@ -28,10 +28,10 @@ def test_a_state_is_saved_from_the_block_that_was_handed_over(small: Engine) -> 
     submit, get_new_blocks = engine.worker.submit, engine.pool.get_new_blocks
     written: set[int] = set()
 
-    def hold(work: StepWork) -> None:
+    def hold(work: StepWork, **options: bool) -> None:
         late.extend(work.saves)
         work.saves.clear()
-        submit(work)
+        submit(work, **options)
 
     def watched(count: int) -> Any:
         blocks = get_new_blocks(count)

@@ -148,8 +148,8 @@ def _after(engine: Engine, when: str, strike: Callable[[], object]) -> Iterator[
     original = getattr(side, name)
     struck: list[object] = []
 
-    def hooked(*args: Any) -> None:
-        original(*args)
+    def hooked(*args: Any, **options: Any) -> None:
+        original(*args, **options)
         if not struck and (args[2] if when == "before the load" else args[0].saves):
             struck.append(strike())
 
