@@ -80,7 +80,7 @@ class TestCheckedFilesWithoutChecksum(_OverFiles):
 
     def raw_write(self, place: Path, key: str, value: bytes) -> None:
         note = b"unchecked%d" % len(value)
-        head = struct.pack("<8sQQ", b"kvpool\0\1", len(note), xxhash.xxh3_64_intdigest(note))
+        head = struct.pack("<8sQQ", b"kvpool\0\1", len(value), xxhash.xxh3_64_intdigest(note))
         super().raw_write(place, key, head + xxhash.xxh3_128_digest(key.encode()) + value)
 
 
