@@ -90,6 +90,16 @@ def finish_move(cluster: RedisCluster, slot: int, source: RedisServer, target: R
         source.raw("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *names)
     for node in (target, source, *cluster.nodes):
         node.raw("CLUSTER", "SETSLOT", slot, "NODE", target.raw("CLUSTER", "MYID"))
+    # With the highest epoch of all, known to all, no message that is still on its way gives the slot back.
+    target.raw("CLUSTER", "BUMPEPOCH")
+    epoch = _info(target)["cluster_my_epoch"]
+    wait_until(
+        lambda: all(_info(node)["cluster_current_epoch"] == epoch for node in cluster.nodes), "the new owner is known"
+    )
+
+
+def _info(node: RedisServer) -> dict[str, str]:
+    return dict(line.split(":") for line in node.raw("CLUSTER", "INFO").decode().split())
 
 
 class Watched:

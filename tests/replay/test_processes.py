@@ -130,7 +130,7 @@ def test_a_problem_of_one_engine_stops_the_other(job: Job, tmp_path: Path) -> No
 
     report = run(job, act_once(5, replace_root))
     assert not report.complete
-    assert "Not a directory" in report.problem
+    assert "is a file, not a folder" in report.problem
     assert not active_children()
 
 
