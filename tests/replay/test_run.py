@@ -221,7 +221,7 @@ def test_a_directory_that_goes_away_is_named(trace: Trace, tmp_path: Path) -> No
 
     report = run(Job(trace, f"file://{root}"), replace_root)
     assert 10 <= report.requests < len(PROMPTS)
-    assert "Not a directory" in report.problem
+    assert "is a file, not a folder" in report.problem
 
 
 def test_an_interrupt_leaves_a_report_of_what_was_done(trace: Trace, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ async def test_bytes_are_copied() -> None:
 
 
 async def test_other_tasks_get_turns_while_much_is_moved() -> None:
-    size, turns = 8 << 20, 0
+    size, turns = 16 << 20, 0  # trio takes tasks in any order: one turn more or less is no news
     async with MemoryStore() as store, anyio.create_task_group() as tasks:
 
         async def count() -> None:
@@ -116,15 +116,15 @@ async def test_other_tasks_get_turns_while_much_is_moved() -> None:
         assert turns >= 6
         turns = 0
         await get(store, ["k"], [size])
-        assert turns >= 4, "a turn moves 2 MiB or so"
+        assert turns >= 6, "a turn moves 2 MiB or so"
         turns = 0
         await store.exists([str(i) for i in range(10_000)])
         assert turns >= 9
-        many = [str(i) for i in range(8)]
+        many = [str(i) for i in range(16)]
         await put(store, [(key, bytes(1 << 20)) for key in many])
         turns = 0
         assert (await store.delete(many)).ok.all()
-        assert turns >= 4, "pages are given back"
+        assert turns >= 6, "pages are given back"
         tasks.cancel_scope.cancel()
 
 

@@ -45,7 +45,7 @@ def run_phases(
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
-    assert lines, done.stderr[-4000:]
+    assert lines, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return [json.loads(line.removeprefix("OUTPUT ")) for line in lines]
 
 
