@@ -29,15 +29,21 @@ def run_phases(
     model: Path, store: str, phase: str, multiprocessing: bool, tensor: int = 1, pipeline: int = 1
 ) -> list[dict[str, Any]]:
     """All that an engine in another process printed."""
+    arguments = str(model), store, phase, str(tensor), str(pipeline)
+    return outputs_of("tests.vllm.other_process", *arguments, multiprocessing=multiprocessing, ranks=tensor * pipeline)
+
+
+def outputs_of(module: str, *arguments: str, multiprocessing: bool, ranks: int) -> list[dict[str, Any]]:
+    """What ``python -m module`` handed to :func:`put_out`, a module that makes its engine with :func:`new_engine`."""
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function of ours in the worker's process
     }
-    if tensor * pipeline > 1:
+    if ranks > 1:
         environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_AOT_COMPILE": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.other_process", str(model), store, phase, str(tensor), str(pipeline)],
+        [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -47,6 +53,35 @@ def run_phases(
     lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
     assert lines, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return [json.loads(line.removeprefix("OUTPUT ")) for line in lines]
+
+
+def put_out(result: dict[str, Any]) -> None:
+    """One line for :func:`outputs_of`."""
+    print("OUTPUT " + json.dumps(result), flush=True)
+
+
+def new_engine(model: str, store: str, **options: Any) -> Any:
+    """A vLLM engine (``LLM``) with kvpool on this store."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    from vllm import LLM
+
+    kv_transfer_config = {
+        "kv_connector": "KVPoolConnector",
+        "kv_connector_module_path": "kvpool.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**PATIENT, "store": store},
+    }
+    return LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        seed=0,
+        block_size=BLOCK,
+        kv_transfer_config=kv_transfer_config,
+        **options,
+    )
 
 
 def _saves_in_flight(_: Any) -> int:
@@ -68,33 +103,21 @@ def _overwrite(_: Any) -> None:
 
 
 def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = "1") -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    from vllm import LLM, SamplingParams
-
     from tests.vllm.models import dtype
 
-    llm: Any = LLM(
-        model=model,
-        skip_tokenizer_init=True,
+    llm = new_engine(
+        model,
+        store,
         enforce_eager=pipeline == "1",  # vLLM cannot run pipeline stages eagerly on CPU
         tensor_parallel_size=int(tensor),
         pipeline_parallel_size=int(pipeline),
         dtype=dtype(Path(model)),
-        seed=0,
         max_model_len=2048,
         max_num_batched_tokens=2048,
-        block_size=BLOCK,
         kv_cache_memory_bytes=32 << 20,
-        kv_transfer_config={
-            "kv_connector": "KVPoolConnector",
-            "kv_connector_module_path": "kvpool.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**PATIENT, "store": store},
-        },
     )
+    from vllm import SamplingParams
+
     sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1)
 
     def run(tokens: list[int]) -> Any:
@@ -114,7 +137,7 @@ def main(model: str, store: str, phase: str, tensor: str = "1", pipeline: str = 
             "logprobs": [max(entry.logprob for entry in step.values()) for step in best.logprobs],
             "cached": done.num_cached_tokens,
         }
-        print("OUTPUT " + json.dumps(result), flush=True)
+        put_out(result)
 
     tokens = prompt(1000, seed=1)
     if phase in ("local", "both"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +12,8 @@ from kvpool.backends.file import FileStore
 from kvpool.errors import StoreError
 from kvpool.registry import URL, parse_url
 from kvpool.store import Presence, Results
-from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENCE, PATIENT, prompt
+from tests.vllm.engine import PATIENCE, prompt
+from tests.vllm.other_process import new_engine, put_out
 
 RUNS = 4  #: of the same prompt while the store is away
 
@@ -59,29 +58,17 @@ def _counters(_: Any) -> dict[str, int]:
 
 
 def main(model: str, folder: str) -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    from vllm import LLM, SamplingParams
-
-    llm: Any = LLM(
-        model=model,
-        skip_tokenizer_init=True,
+    llm = new_engine(
+        model,
+        f"tests.vllm.rank_away:OneRankAway?folder={folder}",
         enforce_eager=True,
         tensor_parallel_size=2,
         dtype="float32",
-        seed=0,
         max_model_len=1024,
-        block_size=BLOCK,
         kv_cache_memory_bytes=16 << 20,
-        kv_transfer_config={
-            "kv_connector": "KVPoolConnector",
-            "kv_connector_module_path": "kvpool.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": PATIENT | {"store": f"tests.vllm.rank_away:OneRankAway?folder={folder}"},
-        },
     )
+    from vllm import SamplingParams
+
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     side, tokens = scheduler.connector.scheduler, prompt(500, seed=1)
@@ -112,7 +99,7 @@ def main(model: str, folder: str) -> None:
     while (back := run())["loaded"][1] == before["loaded"][1]:
         assert time.monotonic() < end, "the store is back, and nothing is loaded"
         time.sleep(0.1)
-    print("OUTPUT " + json.dumps({"cold": cold, "before": before, "away": while_away, "back": back}), flush=True)
+    put_out({"cold": cold, "before": before, "away": while_away, "back": back})
 
 
 if __name__ == "__main__":

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +18,7 @@ from kvpool.vllm.health import MAX_PROBE_S, STALE_S, Health
 from kvpool.vllm.messages import WorkerReport
 from kvpool.vllm.worker import WorkerSide
 from tests.vllm.halves import EPOCH, FakeClient, FakePool, FakeRequest, output, reported, scheduler, spec
+from tests.vllm.other_process import outputs_of
 from tests.vllm.rank_away import RUNS
 from tests.vllm.worker_half import job, step, until, work
 
@@ -177,24 +174,8 @@ def test_a_rank_tells_that_its_store_is_away_and_that_it_is_back(tmp_path: Path)
 
 @pytest.mark.long
 def test_one_of_two_ranks_of_an_engine(model: Path, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function of ours in the worker's process
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.rank_away", str(model), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]
-    assert lines, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTPUT "))
+    arguments = str(model), str(tmp_path)
+    [result] = outputs_of("tests.vllm.rank_away", *arguments, multiprocessing=False, ranks=2)
     cold, before, away, back = (result[name] for name in ("cold", "before", "away", "back"))
     assert before["load_jobs"] == [1, 1]
     assert before["loaded"] == [15, 15]
