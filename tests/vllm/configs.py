@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm.config import VllmConfig
@@ -22,6 +24,7 @@ from kvpool.vllm import KVPoolConnector
 QUIET = "file:///never/opened?capacity=1GiB"
 
 
+@mock.patch.dict(os.environ)  # vLLM sets variables for the engine that is to come
 def vllm_config(
     model: Path, extra: dict[str, Any] | None = None, policy: str = "recompute", **options: Any
 ) -> VllmConfig:

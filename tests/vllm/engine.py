@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -96,7 +97,13 @@ class Engine:
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": PATIENT | dict(connector),
             }
-        self.llm = LLM(**(settings | options))
+        self._environment = mock.patch.dict(os.environ)  # vLLM sets variables that would change engines made later
+        self._environment.start()
+        try:
+            self.llm = LLM(**(settings | options))
+        except BaseException:
+            self._environment.stop()
+            raise
         self.engine: Any = cast(Any, self.llm).llm_engine
         self.core: Any = self.engine.engine_core.engine_core
         self.scheduler: Any = self.core.scheduler
@@ -240,6 +247,7 @@ class Engine:
         self.engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+        self._environment.stop()
 
 
 @contextmanager
