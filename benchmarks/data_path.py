@@ -8,6 +8,8 @@ socket that receives into the caller's memory), through the ``Store`` with check
 The server is real, and started by this script. Ratios are raw time / ours: 1 is as fast.
 
 ``file_*_floor`` is the raw client in a worker thread: what nothing that keeps file calls off its event loop can beat.
+``file_*_least`` is besides what a store of files must do: find each file's place, open its directory without following
+links, prove its header; without deadline, cancelling and statuses.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import socket
 import tempfile
 import time
@@ -28,6 +31,7 @@ from typing import Protocol
 import anyio
 import numpy as np
 
+from kvpool.backends._file_tree import Tree
 from kvpool.config import Config
 from kvpool.hashes import chain_hashes
 from kvpool.keys import Namespace
@@ -113,6 +117,28 @@ class RawFiles:
             Path(self._folder, name).unlink(missing_ok=True)
 
 
+class LeastFiles:
+    """What the file store does with each file, and nothing else."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def put(self, names: Sequence[str], values: Views) -> None:
+        with Tree(self._folder, create=True, checksum="none") as tree:
+            for name, pieces in zip(names, values, strict=True):
+                tree.write(f"bench/0.0/{name}", pieces)
+
+    def get(self, names: Sequence[str], values: Views) -> None:
+        with Tree(self._folder, checksum="none") as tree:
+            for name, pieces in zip(names, values, strict=True):
+                tree.read(f"bench/0.0/{name}", pieces)
+
+    def clear(self, names: Sequence[str]) -> None:
+        with Tree(self._folder) as tree:
+            for name in names:
+                tree.remove(f"bench/0.0/{name}")
+
+
 class RawRedis:
     """A blocking socket: commands in front, replies behind, values straight from and into memory."""
 
@@ -178,7 +204,9 @@ def redis(unix: bool = False) -> Iterator[tuple[Raw, str, str]]:
         raw.close()
 
 
-VALUE_SIDES = {"raw", "raw thread", "store off", "store on"}  # the others move blocks
+#: Floors, by the name that their rows have: a client that blocks, in a worker thread.
+FLOORS = {"raw thread": "floor", "least": "least"}
+VALUE_SIDES = {"raw", "store off", "store on", *FLOORS}  # the others move blocks
 PLACES: dict[str, Callable[[], AbstractContextManager[tuple[Raw, str, str]]]] = {
     "memory": memory,
     "file": files,
@@ -247,6 +275,11 @@ def pool_side(pool: KVPool, parts: Sequence[Transfer]) -> Side:
     return Side(partial(call, pool.save), partial(call, pool.load), partial(pool.store.delete, keys))
 
 
+def turned(sides: dict[str, Side], run: int) -> list[tuple[str, Side]]:
+    """All sides, in another order in each run: each finds the caches that the one before it has filled."""
+    return random.Random(run).sample(list(sides.items()), len(sides))
+
+
 def check(results: Results) -> None:
     assert results.ok.all(), results
     assert results.nbytes.all(), "values were there before"
@@ -264,7 +297,10 @@ async def measure(place: str, runs: int) -> dict[str, dict[str, list[float]]]:
             "raw blocks": raw_side(raw, [f"{name}b" for name in names], blocks.views),
         }
         if place == "file":
-            sides["raw thread"] = thread_side(raw, [f"{name}t" for name in names], [[value.data] for value in memory])
+            values = [[value.data] for value in memory]
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            sides["raw thread"] = thread_side(raw, [f"{name}t" for name in names], values)
+            sides["least"] = thread_side(LeastFiles(folder), names, values)
         for checks, url in zip(("off", "on"), urls, strict=True):
             store = await stack.enter_async_context(create_store(url))
             sides[f"store {checks}"] = store_side(store, [f"bench/0.0/{name}" for name in names], buffers)
@@ -272,7 +308,7 @@ async def measure(place: str, runs: int) -> dict[str, dict[str, list[float]]]:
             sides[f"pool {checks}"] = pool_side(*pool)
         found = {op: {name: list[float]() for name in sides} for op in ("put", "get")}
         for run in range(-2, runs):
-            for name, side in sides.items():
+            for name, side in turned(sides, run):
                 for each in sides.values():
                     await each.clear()
                 start = time.perf_counter()
@@ -285,7 +321,7 @@ async def measure(place: str, runs: int) -> dict[str, dict[str, list[float]]]:
             await side.ways["put"]()
         bytes_before = [memory.copy(), blocks.layers.copy()]
         for run in range(-2, runs):
-            for name, side in sides.items():
+            for name, side in turned(sides, run):
                 if run < 0:
                     memory[:], blocks.layers[:, blocks.ids] = 0, 0
                 start = time.perf_counter()
@@ -310,8 +346,8 @@ def ratios(found: dict[str, dict[str, list[float]]], place: str) -> dict[str, li
                 (verb, f"pool {checks}", "raw blocks"),
             ):
                 rows[f"{place}_{row}{tail}"] = [a / b for a, b in zip(times[raw], times[ours], strict=True)]
-        if "raw thread" in times:
-            rows[f"{place}_{op}_floor"] = [a / b for a, b in zip(times["raw"], times["raw thread"], strict=True)]
+        for side in FLOORS.keys() & times.keys():
+            rows[f"{place}_{op}_{FLOORS[side]}"] = [a / b for a, b in zip(times["raw"], times[side], strict=True)]
     return rows
 
 
@@ -331,7 +367,7 @@ async def main() -> None:
         for name, each in ratios(found, place).items():
             print(f"{name:28}{median(each):7.2f} ({min(each):.2f} to {max(each):.2f})")
             report["ratios"][name] = round(median(each), 3)
-            if not name.endswith(("_checked", "_floor")):
+            if not name.endswith(("_checked", *(f"_{floor}" for floor in FLOORS.values()))):
                 report["bounds"][name] = BOUND
         for op, times in found.items():
             print("   ", op, ", ".join(f"{name} {median(each) * 1e3:.2f}" for name, each in times.items()), "ms")
