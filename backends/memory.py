@@ -35,9 +35,9 @@ Value = npt.NDArray[np.uint8]
 #: What :meth:`Results.set` takes for one key.
 _Outcome: TypeAlias = tuple[Status, int] | tuple[Status, int, Exception]
 
-_TURN_BYTES = 3 << 19  # copied between two checkpoints, and one piece more: 0.1 to 0.2 ms of the loop's time
-_PIECE_BYTES = 1 << 20  # copied at once
-_FRESH_COST = 2  # memory that is written to for the first time takes so many times as long
+_TURN_BYTES = 2 << 20  # copied between two checkpoints, and one piece more: 0.1 to 0.2 ms of the loop's time
+_PIECE_BYTES = 1 << 18  # copied at once
+_FRESH_COST = 3  # memory that is written to for the first time takes so many times as long
 _KEY_COST = 1 << 14  # a key takes about as long as copying this many bytes
 _WINDOW = 1024  # keys probed under one hold of the lock
 
@@ -330,7 +330,7 @@ class _Turns:
 
 
 def _slices(pieces: Iterable[memoryview]) -> Iterator[Value]:
-    """The pieces as arrays of at most 1 MiB."""
+    """The pieces as arrays of at most ``_PIECE_BYTES``."""
     for piece in pieces:
         array = np.frombuffer(piece, np.uint8)
         if array.nbytes <= _PIECE_BYTES:
