@@ -226,11 +226,11 @@ async def test_a_store_that_ignores_its_deadline_cannot_hang_a_load_nor_write_la
 
 async def test_a_cancelled_load_touches_no_block() -> None:
     store = Steered()
-    started = anyio.Event()
+    started, go_on = anyio.Event(), anyio.Event()
 
     async def slow(keys: Sequence[str]) -> None:
         started.set()
-        await anyio.sleep(0.05)
+        await go_on.wait()
 
     async with engine(store) as e:
         e.fill(4)
@@ -243,9 +243,12 @@ async def test_a_cancelled_load_touches_no_block() -> None:
             tasks.start_soon(e.pool.load, [e.pool.transfer(0, hashes, range(4), range(10, 14))])
             await started.wait()
             tasks.cancel_scope.cancel()
-        await anyio.sleep(0.1)
+        assert e.pool.staging.free_bytes < free, "the store's call has not ended, and its memory is its own"
+        go_on.set()
+        with anyio.fail_after(20):
+            while e.pool.staging.free_bytes < free:  # noqa: ASYNC110 - nothing tells when
+                await anyio.sleep(0.001)
         assert e.blocks(range(10, 14)) == target
-        assert e.pool.staging.free_bytes == free
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("boom"), OSError("gone")], ids=["RuntimeError", "OSError"])

@@ -264,15 +264,15 @@ async def test_closed_staging_refuses_and_fails_those_that_wait() -> None:
 async def test_the_memory_goes_with_the_last_lease_and_view(
     monkeypatch: pytest.MonkeyPatch, closed_first: bool
 ) -> None:
+    made: list[weakref.ref[mmap.mmap]] = []
+
     class Watched(mmap.mmap):
-        pass
+        def __init__(self, *_: object, **__: object) -> None:
+            made.append(weakref.ref(self))
 
     monkeypatch.setattr(mmap, "mmap", Watched)
-    before = {id(o) for o in gc.get_objects() if isinstance(o, Watched)}
     staging = Staging(PAGE)
-    (arena,) = [o for o in gc.get_objects() if isinstance(o, Watched) and id(o) not in before]
-    gone = weakref.ref(arena)
-    del arena
+    (gone,) = made
     lease: Lease | None = await staging.acquire(10)
     assert lease is not None
     rows: Any = lease.rows(2, 5)
