@@ -2,13 +2,13 @@
 
 In a test: ``FaultyStore(inner, [Fault(kind="failed", op="get", keys="*/1.0/*")])``; ``store.faults`` may change at any
 time. From outside, while an engine runs: ``kvpool.testing.faults:FaultyStore?store=file:///kv&script=/faults.json``,
-where the script is a JSON list of faults, read again whenever it changes (replace it by a rename).
+where the script is a JSON list of faults, read again whenever it changes (replace it by a rename). It must be there
+when the store is made, or a misspelt path would be a test that proves nothing; if it goes later, so do its faults.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from collections import Counter
@@ -41,8 +41,6 @@ from kvpool.store import (
 )
 
 __all__ = ["Fault", "FaultyStore"]
-
-logger = logging.getLogger(__name__)
 
 Op = Literal["exists", "get", "put", "delete"]
 #: Faults of single keys (the others of the batch are done as ever):
@@ -85,7 +83,10 @@ class _Options(BaseModel):
 
 
 class FaultyStore(Store):
-    """Passes everything on to ``inner``, but for what ``faults`` say. ``calls`` counts calls and keys by operation."""
+    """Passes everything on to ``inner``, but for what ``faults`` say. ``calls`` counts calls and keys by operation.
+
+    Raises ConfigError for a ``script`` that is not there.
+    """
 
     scheme: ClassVar[str] = "faulty"
 
@@ -96,6 +97,8 @@ class FaultyStore(Store):
         self.calls: Counter[str] = Counter()
         self._script = Path(script) if script else None
         self._version: tuple[int, ...] = ()
+        if self._script is not None and not self._script.exists():
+            raise ConfigError(f"faults script {script}: there is no such file; for no faults yet, write [] into it")
 
     @classmethod
     def from_url(cls, url: URL) -> Self:
@@ -105,8 +108,6 @@ class FaultyStore(Store):
 
     async def __aenter__(self) -> Self:
         self._reload()
-        if (finding := self._finding()).level == "warn":
-            logger.warning("%s", finding)
         await self.inner.__aenter__()
         return self
 
@@ -156,12 +157,8 @@ class FaultyStore(Store):
     async def diagnose(self) -> Sequence[Finding]:
         """How many faults there are, and what the wrapped store says of itself."""
         inner = await self.inner.diagnose() if isinstance(self.inner, SupportsDiagnosis) else ()
-        return [self._finding(), *inner]
-
-    def _finding(self) -> Finding:
-        if self._script is not None and not self._version:
-            return Finding("warn", f"faults script {self._script}: there is no such file, so nothing is made to fail")
-        return Finding("ok", f"faults on purpose: {len(self.faults)} rule{'s' * (len(self.faults) != 1)}")
+        n = len(self.faults)
+        return [Finding("ok", f"faults on purpose: {n} rule{'s' * (n != 1)}"), *inner]
 
     async def _run(
         self,

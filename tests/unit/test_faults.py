@@ -122,6 +122,7 @@ async def test_a_script_is_read_again_when_it_changes(tmp_path: Path) -> None:
         script.with_suffix(".new").write_text(text)
         script.with_suffix(".new").rename(script)
 
+    write("[]")
     url = {"url": "kvpool.testing.faults:FaultyStore", "store": "memory://?capacity=1MiB", "script": str(script)}
     async with create_store(url) as store:
         await put(store, [("k", b"v")])
@@ -147,3 +148,5 @@ def test_options_are_checked() -> None:
         create_store("kvpool.testing.faults:FaultyStore")
     with pytest.raises(ConfigError, match="unknown store 'memry'"):
         create_store("kvpool.testing.faults:FaultyStore?store=memry://")
+    with pytest.raises(ConfigError, match=r"faults script /no/such\.json: there is no such file; for no faults yet, "):
+        create_store("kvpool.testing.faults:FaultyStore?store=memory://&script=/no/such.json")

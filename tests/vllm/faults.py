@@ -16,19 +16,23 @@ class Faults:
 
     def __init__(self, script: Path) -> None:
         self.script = script
+        self._write([])
 
     def url(self, store: str) -> dict[str, str]:
         return {"url": "kvpool.testing.faults:FaultyStore", "store": store, "script": str(self.script)}
 
     @contextmanager
     def __call__(self, **fault: object) -> Iterator[None]:
-        fresh = self.script.with_suffix(".new")
-        fresh.write_text(json.dumps([fault]))
-        fresh.replace(self.script)
+        self._write([fault])
         try:
             yield
         finally:
-            self.script.unlink()
+            self._write([])
+
+    def _write(self, faults: list[dict[str, object]]) -> None:
+        fresh = self.script.with_suffix(".new")
+        fresh.write_text(json.dumps(faults))
+        fresh.replace(self.script)
 
 
 @contextmanager

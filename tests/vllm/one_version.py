@@ -24,6 +24,7 @@ def main(model: str, folder: str, version: str) -> None:
 
     assert vllm.__version__ == version, f"vLLM {vllm.__version__} was imported from {vllm.__file__}"
     script = Path(folder) / "faults.json"
+    script.write_text("[]")
     store = {"url": "kvpool.testing.faults:FaultyStore", "store": f"file://{folder}/store", "script": str(script)}
     engine = Engine(Path(model), {"store": store, "failed_key_ttl_s": 0}, dtype=dtype(Path(model)))
     tokens = prompt(1000, seed=1)
