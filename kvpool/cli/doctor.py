@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
+import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from secrets import token_bytes, token_hex
 from typing import Literal
 
@@ -25,6 +28,7 @@ __all__ = ["add_command"]
 _VALUES, _VALUE_BYTES = 16, 64 << 10
 _WHAT = f"{_VALUES} values of {_VALUE_BYTES >> 10} KiB"
 _CALL_S, _ALL_S = 15.0, 60.0
+_QUIET_S = 0.5  # so long what does not end is not worth a line
 _PREFIX = "kvpool-doctor/"
 _KEY = re.compile(f"{_PREFIX}[0-9a-f]{{32}}: ")  # in a message: no use to anybody
 
@@ -43,10 +47,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(arguments: argparse.Namespace) -> int:
     config, store = named_store(arguments.store)
     examination = _Examination(store)
-    print(printable(str(parse_url(arguments.store))))
+    _say(printable(str(parse_url(arguments.store))))
     with quiet():  # what a store would warn of when it opens is among its findings
         anyio.run(examination.run, backend=config.event_loop)
-    print("It cannot be used as it is." if examination.failed else "It can be used.")
+    _say("It cannot be used as it is." if examination.failed else "It can be used.")
     return 1 if examination.failed else 0
 
 
@@ -63,11 +67,14 @@ class _Examination:
         return bool(self._failures)
 
     async def run(self) -> None:
-        missing = self._store.missing() if isinstance(self._store, SupportsMissing) else ""
+        with _telling("looked at its place", math.inf):
+            missing = self._store.missing() if isinstance(self._store, SupportsMissing) else ""
         begin = time.perf_counter()
         try:
             with anyio.fail_after(_ALL_S):
-                async with self._store:
+                async with AsyncExitStack() as stack:
+                    with _telling("opened"):
+                        await stack.enter_async_context(self._store)
                     self._opened = f"opened in {_ms(begin)}"
                     await self._round_trip()
                     if missing and not self.failed:
@@ -78,10 +85,14 @@ class _Examination:
                             "warn", "private to one process: it serves an engine alone, and only until that ends"
                         )
                     if isinstance(self._store, SupportsDiagnosis):
-                        for finding in await self._store.diagnose():
+                        with _telling("told of its set-up"):
+                            findings = await self._store.diagnose()
+                        for finding in findings:
                             if any(finding.text in said for said in self._failures):
                                 continue  # a call has met it already
                             self._show(finding.level, finding.text, finding.advice)
+                    with _telling("closed"):
+                        await stack.aclose()
         except KVPoolError as error:
             self._show("fail", str(error))
         except TimeoutError:
@@ -99,7 +110,8 @@ class _Examination:
                 if there:
                     await self._judged("deleted them", call, [Status.OK] * _VALUES + [Status.ABSENT])
                 else:
-                    await call
+                    with _telling("deleted what it may have", _CALL_S):
+                        await call
 
     async def _put_and_get(self, keys: Sequence[str]) -> bool:
         """Whether the values could be put."""
@@ -110,7 +122,8 @@ class _Examination:
         if not await self._judged(f"put {_WHAT}", call, all_ok):
             return False
         begin = time.perf_counter()
-        presence = await self._store.exists(keys, deadline=_soon())
+        with _telling("found them", _CALL_S):
+            presence = await self._store.exists(keys, deadline=_soon())
         if presence.tolist() == [PRESENT] * _VALUES + [ABSENT]:
             self._show("ok", f"found them in {_ms(begin)}")
         else:
@@ -123,7 +136,8 @@ class _Examination:
     async def _judged(self, what: str, call: Awaitable[Results], wanted: Sequence[Status]) -> bool:
         """Show how a call went; whether each key has the status that is ``wanted``."""
         begin = time.perf_counter()
-        results = await call
+        with _telling(what, _CALL_S):
+            results = await call
         if self._opened and not np.isin(results.status, (Status.FAILED, Status.TIMED_OUT)).all():
             self._show("ok", self._opened)
             self._opened = ""
@@ -140,9 +154,27 @@ class _Examination:
     def _show(self, level: Literal["ok", "warn", "fail"], text: str, advice: str = "") -> None:
         if level == "fail":
             self._failures.append(text)
-        print(f"{level:4}  {printable(redact(text))}")
+        _say(f"{level:4}  {printable(redact(text))}")
         if advice:
-            print(f"      {printable(redact(advice))}")
+            _say(f"      {printable(redact(advice))}")
+
+
+@contextmanager
+def _telling(what: str, seconds: float = _ALL_S) -> Iterator[None]:
+    """Say what is waited for, and until when, if it is not over at once. By a thread: a store may hold up the loop."""
+    left = min(seconds, anyio.current_effective_deadline() - anyio.current_time())
+    until = "" if left == math.inf else time.strftime("; given up at %H:%M:%S", time.localtime(time.time() + left))
+    timer = threading.Timer(_QUIET_S, _say, [f"wait  not yet {what}{until}"])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # what comes next may take its time, and a pipe keeps what is not flushed
 
 
 def _soon() -> float:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import queue
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar, Self, TypeVar
 
 import pytest
 
 from kvpool.backends import _file_look
+from kvpool.backends.memory import MemoryStore
 from kvpool.cli import doctor
 from kvpool.cli.main import main
+from kvpool.config import Config
+from kvpool.memory import Buffers
+from kvpool.store import Finding, Presence, Results
 from tests.redis.server import RedisServer
+
+T = TypeVar("T")
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    monkeypatch.setattr(doctor, "_QUIET_S", 1000.0)  # however busy the machine is
     return Said(capsys)
 
 
@@ -104,6 +115,65 @@ def test_a_store_that_does_not_answer(tmp_path: Path, said: Said, kind: str, mon
     assert code == 1
     words = "TIMED_OUT instead of OK" if kind == "hang" else "a call does not end within 0.5 s"
     assert any(words in line for line in lines), lines
+
+
+class Slow(MemoryStore):
+    """Holds up the loop in each call until somebody has been told."""
+
+    told: ClassVar[queue.Queue[str]]
+
+    async def __aenter__(self) -> Self:
+        return self._wait(await super().__aenter__())
+
+    async def __aexit__(self, *error: Any) -> None:
+        await super().__aexit__(*error)
+        self._wait(None)
+
+    async def exists(self, keys: Sequence[str], *, deadline: float = math.inf) -> Presence:
+        return self._wait(await super().exists(keys, deadline=deadline))
+
+    async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
+        return self._wait(await super().get_into(keys, into, deadline=deadline))
+
+    async def put(self, keys: Sequence[str], source: Buffers, *, deadline: float = math.inf) -> Results:
+        return self._wait(await super().put(keys, source, deadline=deadline))
+
+    async def delete(self, keys: Sequence[str], *, deadline: float = math.inf) -> Results:
+        return self._wait(await super().delete(keys, deadline=deadline))
+
+    async def diagnose(self) -> Sequence[Finding]:
+        return self._wait([])
+
+    def missing(self) -> str:
+        return self._wait("")
+
+    def _wait(self, answer: T) -> T:
+        self.told.get(timeout=20)
+        return answer
+
+
+def test_what_is_waited_for_is_told_at_once_and_until_when(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, say = queue.Queue[str](), doctor._say
+
+    def telling(line: str) -> None:
+        say(line)
+        if line.startswith("wait"):
+            told.put(line)
+
+    monkeypatch.setattr(doctor, "_say", telling)
+    monkeypatch.setattr(doctor, "_QUIET_S", 0.0)
+    monkeypatch.setattr(doctor, "named_store", lambda _: (Config.load({}), Slow()))
+    monkeypatch.setattr(Slow, "told", told, raising=False)
+    assert main(["doctor", "memory://"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wait")]
+    at = r"; given up at \d\d:\d\d:\d\d"
+    waits = [f"wait  not yet {what}" for what in ("opened", "put 16 values of 64 KiB", "found them", "got them")]
+    waits += [f"wait  not yet {what}" for what in ("deleted them", "told of its set-up", "closed")]
+    assert lines[0] == "wait  not yet looked at its place", "nothing gives that up"
+    for line, wait in zip(lines[1:], waits, strict=True):
+        assert re.fullmatch(wait + at, line)
 
 
 @pytest.mark.parametrize(
