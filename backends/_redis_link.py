@@ -20,7 +20,7 @@ import anyio
 import anyio.lowlevel
 from typing_extensions import Buffer
 
-__all__ = ["Address", "ConnectionLost", "Link"]
+__all__ = ["Address", "ConnectionLost", "Link", "hint_of_tls"]
 
 T = TypeVar("T")
 
@@ -29,6 +29,10 @@ _BLOCKING_BYTES = 1 << 22  # sent in one system call that may wait
 _PIECES = 1000  # memory pieces in one system call; Linux allows 1024
 _BUFFER_BYTES = 1 << 16
 _CLOSED = "the server closed the connection"
+_TLS = "the server seems to speak TLS: the URL must begin with rediss instead of redis"
+_NO_TLS = "the server does not speak TLS: the URL must begin with redis instead of rediss"
+_ALERT = b"\x15\x03"  # how a TLS server that refuses begins, and no reply of Redis
+_NO_RECORD = "WRONG_VERSION_NUMBER"  # what OpenSSL says of an answer that is not TLS
 _SMALL_BYTES = 1 << 14  # so few bytes pass through the buffer: one system call for many values. A TLS record, too
 
 
@@ -59,6 +63,7 @@ class Link:
         self._start = self._end = 0  # what has arrived and was not asked for yet
         self._worked = 0
         self._blocks = False
+        self.heard = self._tls  #: something has arrived
         # What blocks has the kernel's own time limits: with Python's it would poll before each call.
         limit = struct.pack("ll", *divmod(max(1, int(silence * 1e6)), 1_000_000))
         for option in () if self._tls else (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -75,7 +80,12 @@ class Link:
             name = tls_hostname or address.host
             sock = tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
             link = cls(sock, silence)
-            await link._attempt(sock.do_handshake, anyio.wait_readable)
+            try:
+                await link._attempt(sock.do_handshake, anyio.wait_readable)
+            except ConnectionLost as error:
+                if _is_plain(error):
+                    raise ConnectionLost(_NO_TLS) from error.__cause__
+                raise
             return link
         except BaseException:
             sock.close()
@@ -107,6 +117,8 @@ class Link:
             return f"-{error}".encode()
         except OSError:
             pass
+        if self._buffer.startswith(_ALERT, self._start, self._end):
+            return f"-{_TLS}".encode()
         lines = bytes(self._view[self._start : self._end]).split(b"\r\n")
         return next((line for line in reversed(lines) if line.startswith(b"-")), b"")
 
@@ -156,6 +168,8 @@ class Link:
     async def line(self) -> bytes:
         """Up to the next line end, which is left out. Lines of more than 64 KiB are no lines."""
         while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            if self._buffer.startswith(_ALERT, self._start, self._end):
+                raise ConnectionLost(_TLS)
             if self._end - self._start == _BUFFER_BYTES:
                 raise ConnectionLost(f"a line without an end: {bytes(self._view[:80])!r}...")
             await self._fill(self._end - self._start + 1)
@@ -227,6 +241,7 @@ class Link:
         got = self._sock.recv_into(pieces[0]) if self._tls else self._sock.recvmsg_into(pieces, 0, flags)[0]
         if not got:
             raise ConnectionLost(_CLOSED)
+        self.heard = True
         return got
 
     def _write(self, pieces: list[memoryview]) -> int:
@@ -255,6 +270,23 @@ class Link:
 
     def _silent(self) -> ConnectionLost:
         return ConnectionLost(f"the server was silent for {self._silence:g} s")
+
+
+async def hint_of_tls(address: Address, patience: float) -> str:
+    """What to tell of a server that has not said a word; it is asked whether it speaks TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+    with anyio.move_on_after(patience), contextlib.suppress(OSError, ValueError):
+        try:
+            (await Link.open(address, patience, context, "")).close()
+            return f"; {_TLS}"
+        except ConnectionLost as error:
+            return f"; {_TLS}" if isinstance(error.__cause__, ssl.SSLError) and not _is_plain(error) else ""
+    return ""
+
+
+def _is_plain(error: ConnectionLost) -> bool:
+    return isinstance(error.__cause__, ssl.SSLError) and error.__cause__.reason == _NO_RECORD
 
 
 async def _connect(address: Address, patience: float) -> socket.socket:

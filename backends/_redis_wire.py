@@ -14,13 +14,14 @@ from typing import Any, NoReturn, Self, TypeAlias, TypeVar
 import anyio
 from typing_extensions import Buffer
 
-from kvpool.backends._redis_link import Address, ConnectionLost, Link
+from kvpool.backends._redis_link import Address, ConnectionLost, Link, hint_of_tls
 
 __all__ = ["Access", "Connection", "Reply", "ServerError", "command", "encoded"]
 
 P = TypeVar("P")
 T = TypeVar("T")
 
+_HINT_S = 1.0  # to find out why a server hung up
 _COMMAND_COST = 1 << 12  # a command or a reply takes about as long as moving so many bytes
 _ANSWERS = {b"+OK", b"$-1", b":0", b":1"}
 _REPLY_BYTES, _REPLY_DEPTH = 64 << 20, 8  # no reply but a value is nearly as large, and none as deep
@@ -80,8 +81,9 @@ class Connection:
     """Used by one task at a time. Methods that wait raise ConnectionLost; ``send`` and ``ask`` raise ServerError if the
     server hung up and said why."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, address: Address) -> None:
         self._link = link
+        self._address = address
         self._owed = 0  # replies that are still to be read
 
     @classmethod
@@ -91,7 +93,7 @@ class Connection:
             with anyio.fail_after(access.timeout):
                 link = await Link.open(address, access.timeout, access.tls, access.tls_hostname)
                 try:
-                    connection = cls(link)
+                    connection = cls(link, address)
                     for reply in await connection.ask(*access.greeting()):
                         if isinstance(reply, ServerError):
                             # What does not know AUTH may answer with the words after it.
@@ -145,11 +147,18 @@ class Connection:
 
     async def ask(self, *commands: bytes) -> list[Reply]:
         """Send commands and read their replies; an error that the server answers is returned, not raised."""
-        await self.send(commands, replies=len(commands))
         replies: list[Reply] = []
-        for _ in commands:
-            replies.append(await self._read(await self._link.line()))
-            self._owed -= 1
+        try:
+            await self.send(commands, replies=len(commands))
+            for _ in commands:
+                replies.append(await self._read(await self._link.line()))
+                self._owed -= 1
+        except ConnectionLost as error:
+            if replies and isinstance(why := replies[-1], ServerError):
+                raise why from None
+            if self._link.heard or self._address.port is None:
+                raise
+            raise ConnectionLost(f"{error}{await hint_of_tls(self._address, _HINT_S)}") from error
         return replies
 
     async def lines(self, most: int) -> list[bytes]:

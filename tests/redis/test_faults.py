@@ -495,7 +495,7 @@ def answering(text: bytes) -> Iterator[str]:
         (b":45\r\n" + bytes(100), "not a Redis server"),
         (b":", "closed the connection"),
         (b"", "closed the connection"),
-        (b"\x15\x03\x01\x00\x02\x02\x50", "closed the connection"),
+        (b"\x15\x03\x01\x00\x02\x02\x50", "the server seems to speak TLS: the URL must begin with rediss "),
     ],
 )
 async def test_strange_answers(text: bytes, said: str) -> None:

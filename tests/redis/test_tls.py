@@ -62,10 +62,41 @@ async def test_certificates(way: str, certificates: Certificates, tmp_path: Path
         foreign = Certificates(tmp_path)
         await check_fails(f"rediss://127.0.0.1:{port}?tls_ca={foreign.ca}", "certificate verify failed")
         await check_fails(f"rediss://127.0.0.1:{port}?{ca}&tls_hostname=other", "certificate is not valid for 'other'")
-        # One end speaks TLS, the other does not.
-        await check_fails(f"redis://127.0.0.1:{port}?timeout=2", "closed the connection", "not a Redis server")
+        # A plain server waits for the rest of a command.
         hint = "no connection within 0.2 s; does it speak TLS?"
         await check_fails(f"rediss://127.0.0.1:{server.port}?{ca}&timeout=0.2", hint)
+
+
+async def opened(url: str, caplog: pytest.LogCaptureFixture) -> str:
+    """What the log says when this store opens, and whether its doctor says the same."""
+    caplog.clear()
+    async with RedisStore(url) as store:
+        [finding] = await store.diagnose()
+    assert finding.text in caplog.text
+    return caplog.text
+
+
+@pytest.mark.parametrize("ask_client", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_url_without_tls_for_a_server_with(
+    way: str, ask_client: bool, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    hint = "the server seems to speak TLS: the URL must begin with rediss instead of redis"
+    with tls_server(way, certificates, ask_client=ask_client) as (server, port):
+        for form in ("redis://127.0.0.1:{}", "redis://:word@127.0.0.1:{}", "redis+cluster://127.0.0.1:{}"):
+            assert hint in await opened(form.format(port), caplog)
+        server.kill()
+        assert "rediss" not in await opened(f"redis://127.0.0.1:{server.port}", caplog)
+
+
+async def test_a_url_with_tls_for_a_server_without(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer() as server:
+        server.raw("CONFIG", "SET", "maxclients", 1)  # others are told so before they have said anything
+        said = await opened(f"rediss://127.0.0.1:{server.port}?tls_ca={certificates.ca}", caplog)
+        assert "the server does not speak TLS: the URL must begin with redis instead of rediss" in said
+        assert "max number of clients" in await opened(server.url, caplog)
 
 
 @pytest.mark.parametrize("way", WAYS)
