@@ -63,6 +63,9 @@ _FORM = re.compile(
     r"(?:\?(?P<query>[^#]*))?"
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+#: Where the servers of stores listen if nobody says otherwise, for the advice on a text that names no scheme.
+_PORTS = {"6379": "redis://{}", "26379": "redis+sentinel://{}/service", "50051": "mooncake://{}"}
+_BARE = re.compile(r"((?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})|\d{1,3}(?:\.\d{1,3}){3})(?:[/?][^@]*)?")
 _PLACE = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:,\[\]]*)(?::(?P<port>\d{1,5}))?")
 
 
@@ -188,6 +191,9 @@ def _advice(text: str) -> str:
     if text.startswith(("/", ".", "~")) and "@" not in text:
         path = os.path.abspath(os.path.expanduser(text.partition("?")[0]))
         return f"A folder is written file:// and its absolute path: file://{quote(path)}"
+    if bare := _BARE.fullmatch(text):
+        meant = [_PORTS[bare[2]]] if bare[2] in _PORTS else ["redis://{}", "mooncake://{}"]
+        return f"A URL begins with a scheme. For a store, write {' or '.join(meant).replace('{}', bare[1])}"
     scheme, colon, rest = text.partition(":")
     if colon and not rest.startswith("//") and scheme.lower() in _BUILTIN["stores"]:
         return f"Write {_example(scheme.lower())}"

@@ -186,6 +186,18 @@ def test_what_is_waited_for_is_told_at_once_and_until_when(
         ("file:kv", "store 'file:kv': not a URL. Write file:///absolute/path; my_pkg.mod:Class names a class\n"),
         ("file:/tmp/kv", "'file'...: not a URL. Write file:///absolute/path\n"),
         ("redis:localhost", "store 'redis:localhost': not a URL. Write redis://...; "),
+        (
+            "localhost:6379",
+            "'localhost'...: not a URL. A URL begins with a scheme. For a store, write redis://localhost:6379\n",
+        ),
+        ("redis.internal:6379/0?password=QZQ", "write redis://redis.internal:6379\n"),
+        ("[::1]:6379", "write redis://[::1]:6379\n"),
+        ("10.0.0.9:50051", "write mooncake://10.0.0.9:50051\n"),
+        ("10.0.0.9:26379", "write redis+sentinel://10.0.0.9:26379/service\n"),
+        ("kv-1:7000", "write redis://kv-1:7000 or mooncake://kv-1:7000\n"),
+        ("10.0.0.9", "write redis://10.0.0.9 or mooncake://10.0.0.9\n"),
+        ("a:1,b:2", "Write scheme://host/path?option=value or "),
+        ("me:QZQ@h:6379", "'me'...: not a URL. Write scheme://host/path?option=value or "),
         ("no_such_module:Store", "PYTHONPATH=/the/folder"),
     ],
 )
@@ -194,6 +206,7 @@ def test_how_a_url_is_written(url: str, words: str, capsys: pytest.CaptureFixtur
     err = capsys.readouterr().err
     assert words in err
     assert "config" not in err
+    assert "QZQ" not in err
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path, said: Said) -> None:
