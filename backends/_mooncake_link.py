@@ -140,7 +140,7 @@ class Link:
         self.advice: list[str] = []  #: what Mooncake makes of the settings, if that is not what they say
         self._said: set[str] = set()
         self._connecting = Trouble(logger, name, "values are computed until it can be used")
-        self._calling = Trouble(logger, name, "it is left alone for a while")
+        self._calling = Trouble(logger, name, "it is left alone for a while", level=logging.INFO)  # the pool warns
 
     # ---- life
 

@@ -71,6 +71,10 @@ _PRESENCE_OF = np.array([{Status.OK: PRESENT, Status.ABSENT: ABSENT}.get(s, UNKN
 _Ask = Callable[[Sequence[str], Rows, float], Awaitable[Results]]
 
 
+class _NotAsked(StoreError):
+    """The breaker is open."""
+
+
 class _Options(BaseModel):
     store: str = Field(description="the URL of the store to guard")
     timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False, description="seconds above 0")
@@ -117,7 +121,8 @@ class GuardedStore(Store):
         self._retries = retries
         self._backoff_s = backoff_s
         self._bounce = bounce
-        self._trouble = Trouble(logger, self._name, "it is left alone for a while, its keys are misses")
+        meaning = "it is left alone for a while, its keys are misses"
+        self._trouble = Trouble(logger, self._name, meaning, level=logging.INFO)  # the caller hears of each
         self._aside = Aside(GRACE_S)
         self._life = Lifecycle(self._name)
         self._stack = AsyncExitStack()
@@ -153,7 +158,12 @@ class GuardedStore(Store):
             found = await self.inner.exists(keys, deadline=limit)
             return Results(_STATUS_OF[found], np.zeros(len(found), np.int64))
 
-        found: Presence = _PRESENCE_OF[(await self._guard(keys, ask, deadline)).status]
+        results = await self._guard(keys, ask, deadline)
+        error = next(iter(results.errors.values()), None)
+        if error is not None and not isinstance(error, _NotAsked) and (results.status == Status.FAILED).all():
+            # A presence has no room for why nothing is known.
+            raise StoreError(reason(error)) from error
+        found: Presence = _PRESENCE_OF[results.status]
         return found
 
     async def get_into(self, keys: Sequence[str], into: Buffers, *, deadline: float = math.inf) -> Results:
@@ -225,7 +235,8 @@ class GuardedStore(Store):
                 ticket = None if full else self.breaker.admit(now, limit + GRACE_S)
                 if ticket is None:
                     self.counts["refused"] += 1
-                    merge(results, rows, _failed(len(rows), StoreError(f"{self._name}: not asked, it kept failing")))
+                    if not attempt:  # else it has said why
+                        merge(results, rows, _failed(len(rows), _NotAsked(f"{self._name}: not asked, it kept failing")))
                     break
                 answer, good = _failed(len(rows), None), None
                 try:

@@ -22,13 +22,22 @@ class Trouble:
     """Says that ``name`` fails, at most once in ``every`` seconds with a count, and once that it serves again.
 
     ``meaning``: what a failure comes to. ``verb``: what happened to what is counted. A thing that comes and goes is
-    told of twice in ``every`` seconds, and what happened in between is in the next count.
+    told of twice in ``every`` seconds, and what happened in between is in the next count. ``level``: INFO where whoever
+    asks is told of each failure too, and warns of it.
     """
 
     def __init__(
-        self, logger: logging.Logger, name: str, meaning: str, *, verb: str = "failed", every: float = EVERY_S
+        self,
+        logger: logging.Logger,
+        name: str,
+        meaning: str,
+        *,
+        verb: str = "failed",
+        every: float = EVERY_S,
+        level: int = logging.WARNING,
     ) -> None:
         self._logger = logger
+        self._level = level
         self._name = name
         self._meaning = meaning
         self._verb = verb
@@ -73,8 +82,13 @@ class Trouble:
             self._told = False
             self._counts.clear()
             counts = _counted(self._all)
-            self._logger.warning(
-                "%s: serves again after %.3g s, in which %s %s", self._name, now - self._since, counts, self._verb
+            self._logger.log(
+                self._level,
+                "%s: serves again after %.3g s, in which %s %s",
+                self._name,
+                now - self._since,
+                counts,
+                self._verb,
             )
 
     def tick(self, now: float) -> None:
@@ -91,9 +105,9 @@ class Trouble:
     def _say(self, now: float) -> None:
         passed = now - self._counted_from
         span = f" in {passed:.3g} s, the last" if passed and self._counts.total() > 1 else ""
-        self._logger.warning(
-            "%s: %s %s%s: %s; %s", self._name, _counted(self._counts), self._verb, span, self._reason, self._meaning
-        )
+        counts = _counted(self._counts)
+        text = "%s: %s %s%s: %s; %s"
+        self._logger.log(self._level, text, self._name, counts, self._verb, span, self._reason, self._meaning)
         self._counts.clear()
         self._told = bool(self._failing)
 

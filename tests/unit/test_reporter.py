@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import pytest
 
 from kvpool.backends.checked import CheckedStore
+from kvpool.backends.guarded import GuardedStore
 from kvpool.backends.memory import MemoryStore
+from kvpool.backends.tiered import TieredStore
 from kvpool.errors import StoreError
 from kvpool.events import Event, Reporter
 from kvpool.manifest import read_manifests
 from kvpool.memory import Buffers
 from kvpool.pool import KVPool
-from kvpool.store import PRESENT, Results, Status
+from kvpool.store import PRESENT, Results, Status, Store
 from kvpool.testing.faults import Fault, FaultyStore, Kind
 from kvpool.testing.simulation import simulate
 from tests.unit.test_pool import NAMESPACE, SPEC, Engine, Steered, engine, prompt
@@ -54,15 +56,15 @@ async def test_a_store_that_is_well_is_not_spoken_of(
     assert [type(event).__name__ for event in events] == ["SaveEnded", "SaveEnded", "LoadEnded", "SaveEnded"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("raise", "fault on purpose: exists"),
-        ("failed", "it did not say of . of . values whether it has them"),
-        ("hang", "no answer within|it did not say .* in time"),
-        ("stuck", "no answer within"),
-    ],
-)
+REASONS: dict[Kind, str] = {
+    "raise": "fault on purpose: exists",
+    "failed": "it did not say of . of . values whether it has them",
+    "hang": "no answer within|it did not say .* in time",
+    "stuck": "no answer within|it did not say .* in time",
+}
+
+
+@pytest.mark.parametrize(("kind", "reason"), REASONS.items())
 @pytest.mark.parametrize("wrapped", [False, True])
 async def test_a_store_that_fails_is_said_once_and_so_is_its_return(
     kind: Kind, reason: str, wrapped: bool, caplog: pytest.LogCaptureFixture
@@ -80,6 +82,38 @@ async def test_a_store_that_fails_is_said_once_and_so_is_its_return(
             await serve(e, seed)
         assert len(lines(caplog)) == 2
         assert "serves again after" in lines(caplog)[1]
+
+
+def guarded(store: Store) -> Store:
+    return GuardedStore(store, bounce=False)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda s: s, guarded, lambda s: CheckedStore(guarded(s)), lambda s: TieredStore(MemoryStore(), guarded(s))],
+    ids=["plain", "guarded", "checked guarded", "tiered guarded"],
+)
+@pytest.mark.parametrize("kind", REASONS)
+def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends(
+    kind: Kind, wrap: Callable[[Store], Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the configuration as it comes, whoever else counts failures on the way."""
+
+    async def main() -> None:
+        store = FaultyStore(MemoryStore())
+        async with engine(wrap(store)) as e:
+            for faults in ([], [Fault(kind=kind)], []):
+                store.faults = faults
+                end = anyio.current_time() + 20
+                while anyio.current_time() < end:
+                    await serve(e, 1, seconds=1.0)
+                    await serve(e, int(anyio.current_time() * 1000), seconds=1.0)
+                    await anyio.sleep(0.5)
+
+    simulate(main, seed=1)
+    begun, ended = lines(caplog)
+    assert re.match(rf"store \w+: 1 lookup failed: .*({REASONS[kind]}).*; what it does not serve is computed", begun)
+    assert re.match(r"store \w+: serves again after .*, in which \d+ lookups, \d+ saves failed", ended)
 
 
 def test_a_lookup_that_is_cancelled_without_an_answer_counts(caplog: pytest.LogCaptureFixture) -> None:
