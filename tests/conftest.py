@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.vllm.engine import ENVIRONMENT
+
+# Here, since torch and what vLLM imports read some of it once, and the first folder that is collected imports them.
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 
 #: Every test in these folders needs the real vLLM and gets the marker ``vllm``.
 VLLM_FOLDERS = {Path(__file__).parent / name for name in ("vllm", "differential", "mooncake/vllm")}

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.engine import ENVIRONMENT
 from tests.vllm.faults import Faults
 from tests.vllm.models import write_deepseek_v3, write_llama, write_qwen3_next
 
-for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
 _cache = tempfile.TemporaryDirectory(prefix="kvpool-tests-")  # kept until this process ends
 os.environ["XDG_CACHE_HOME"] = _cache.name
 

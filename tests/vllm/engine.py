@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 
@@ -32,6 +31,13 @@ PATIENCE = 240.0
 BLOCK = 32
 #: A busy machine must not turn hits into misses.
 PATIENT = {"lookup_timeout_ms": 20_000}
+
+_before: list[dict[str, str]] = []  # the environment as it was when the engine in this process was made
+
+
+def environment() -> dict[str, str]:
+    """For another process: without what vLLM has set for an engine in this one, as it could change the other engine."""
+    return dict(_before[0] if _before else os.environ)
 
 
 def prompt(tokens: int, seed: int, start: Sequence[int] = ()) -> list[int]:
@@ -75,7 +81,6 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         settings: dict[str, Any] = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -97,12 +102,12 @@ class Engine:
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": PATIENT | dict(connector),
             }
-        self._environment = mock.patch.dict(os.environ)  # vLLM sets variables that would change engines made later
-        self._environment.start()
+        _before.append(dict(os.environ))
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         try:
             self.llm = LLM(**(settings | options))
         except BaseException:
-            self._environment.stop()
+            _restore_environment()
             raise
         self.engine: Any = cast(Any, self.llm).llm_engine
         self.core: Any = self.engine.engine_core.engine_core
@@ -247,7 +252,14 @@ class Engine:
         self.engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        self._environment.stop()
+        _restore_environment()
+
+
+def _restore_environment() -> None:
+    """vLLM sets variables that would change engines made later."""
+    before = _before.pop()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @contextmanager

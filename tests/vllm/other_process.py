@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENCE, PATIENT, prompt
+from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENCE, PATIENT, environment, prompt
 
 
 def run_engine(
@@ -35,19 +35,18 @@ def run_phases(
 
 def outputs_of(module: str, *arguments: str, multiprocessing: bool, ranks: int) -> list[dict[str, Any]]:
     """What ``python -m module`` handed to :func:`put_out`, a module that makes its engine with :func:`new_engine`."""
-    environment = {
-        **os.environ,
+    variables = environment() | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function of ours in the worker's process
     }
     if ranks > 1:
-        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_AOT_COMPILE": "0"}
+        variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_AOT_COMPILE": "0"}
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
-        env=environment,
+        env=variables,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("OUTPUT ")]

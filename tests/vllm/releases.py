@@ -9,7 +9,7 @@ from pathlib import Path
 
 import vllm
 
-from tests.vllm.engine import ENVIRONMENT
+from tests.vllm.engine import ENVIRONMENT, environment
 
 __all__ = ["OTHERS", "run"]
 
@@ -29,7 +29,7 @@ def run(module: str, *arguments: object, release: str | None = None) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments), version],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)},
+        env=environment() | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         timeout=280,

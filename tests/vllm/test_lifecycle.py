@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.engine import BLOCK, Engine, Output, prompt
+from tests.vllm.engine import BLOCK, Engine, Output, environment, prompt
 from tests.vllm.faults import Faults
 
 
@@ -23,6 +24,13 @@ def engine(
     engine = Engine(model, config, kv_bytes=64 << 20, max_num_batched_tokens=512)  # prompts are computed in pieces
     yield engine
     engine.close()
+
+
+def test_what_vllm_sets_for_an_engine_does_not_reach_other_processes(engine: Engine) -> None:
+    own = {"LOCAL_WORLD_SIZE", "VLLM_WORKER_MULTIPROC_METHOD"}
+    assert own <= set(os.environ)
+    assert not own & set(environment())
+    assert set(environment()) <= set(os.environ)
 
 
 def test_abort_while_a_load_is_in_flight(engine: Engine, faults: Faults) -> None:
