@@ -186,6 +186,7 @@ RANKS = {"tensor": (2, 1), "pipeline": (1, 2)}
         ("hybrid_model", "tensor"),
         ("hybrid_model", "pipeline"),
         pytest.param("mamba_model", "tensor", marks=pytest.mark.long),
+        pytest.param("mamba_model", "pipeline", marks=pytest.mark.long),
     ],
 )
 def test_ranks_load_their_own_shards(name: str, ranks: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
