@@ -25,8 +25,11 @@ class Drafter:
 
     def __init__(self) -> None:
         self.texts: dict[tuple[int, ...], list[int]] = {}
-        self.calls = self.accepted = self.rejected = 0
-        self._proposed = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self.calls = self.accepted = self.rejected = self._proposed = 0
 
     def learn(self, text: Sequence[int]) -> None:
         self.texts[tuple(text[:50])] = list(text)

@@ -135,20 +135,26 @@ class Engine:
     # ---- requests
 
     def add(
-        self, tokens: Sequence[int], *, output: int = 6, name: str = "", salt: str = "", stop: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        *,
+        output: int = 6,
+        name: str = "",
+        salt: str = "",
+        stop: Sequence[int] = (),
+        **options: Any,
     ) -> str:
-        """Queue a greedy request of at most ``output`` tokens, that ends with one of ``stop`` too; returns its id."""
+        """Queue a greedy request of at most ``output`` tokens, that ends with one of ``stop`` too; returns its id.
+
+        ``options``: of vLLM's ``SamplingParams``.
+        """
         from vllm import SamplingParams
 
         self._ids += 1
         name = name or f"request-{self._ids}"
+        settings: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "logprobs": 1}
         sampling = SamplingParams(
-            temperature=0,
-            max_tokens=output,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=1,
-            stop_token_ids=list(stop) or None,
+            temperature=0, max_tokens=output, stop_token_ids=list(stop) or None, **(settings | options)
         )
         body: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         if salt:

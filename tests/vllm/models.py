@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 VOCAB = 1000
+SPECIAL = {0: "<pad>", 1: "<s>", 2: "</s>"}  #: tokens that are no text
 #: Tokens of the sliding window in hybrid models.
 WINDOW = 256
 
@@ -96,11 +97,30 @@ def write_tokenizer(folder: Path) -> None:
     """A tokenizer beside the model: token ``n`` is the word ``wn``, words are split at white space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    names = {0: "<pad>", 1: "<s>", 2: "</s>"}
-    words = {names.get(token, f"w{token}"): token for token in range(VOCAB)}
+    words = {SPECIAL.get(token, f"w{token}"): token for token in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(prefix="##")  # words apart by spaces
+    _save_tokenizer(folder, tokenizer)
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer beside the model, in which any text can be said: each byte is a token, the others are two letters."""
+    from itertools import islice, product
+    from string import ascii_lowercase, ascii_uppercase
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = ("".join(two) for letters in (ascii_lowercase, ascii_uppercase) for two in product(letters, repeat=2))
+    texts = [*SPECIAL.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    texts += islice(pairs, VOCAB - len(texts))
+    tokenizer = Tokenizer(models.BPE({text: token for token, text in enumerate(texts)}, [], unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    _save_tokenizer(folder, tokenizer)
+
+
+def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
