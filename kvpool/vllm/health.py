@@ -84,7 +84,8 @@ class RanksAway:
                 self.ranks[rank] = time.monotonic()
         if before != bool(self.ranks):
             ranks = ", ".join(map(str, sorted(self.ranks)))
-            logger.info("kvpool: %s", f"no hits while the store is away on rank {ranks}" if ranks else "hits again")
+            # The ranks' own pools warn; with a store that answers probes only, this changes with each load.
+            logger.debug("kvpool: %s", f"no hits while the store is away on rank {ranks}" if ranks else "hits again")
 
     def stale(self) -> bool:
         """Whether the next step may tell otherwise: the engine has not stepped for a while."""
