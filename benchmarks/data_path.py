@@ -346,8 +346,9 @@ def ratios(found: dict[str, dict[str, list[float]]], place: str) -> dict[str, li
                 (verb, f"pool {checks}", "raw blocks"),
             ):
                 rows[f"{place}_{row}{tail}"] = [a / b for a, b in zip(times[raw], times[ours], strict=True)]
-        for side in FLOORS.keys() & times.keys():
-            rows[f"{place}_{op}_{FLOORS[side]}"] = [a / b for a, b in zip(times["raw"], times[side], strict=True)]
+        for side, floor in FLOORS.items():
+            if side in times:
+                rows[f"{place}_{op}_{floor}"] = [a / b for a, b in zip(times["raw"], times[side], strict=True)]
     return rows
 
 
