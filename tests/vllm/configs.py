@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpool.vllm import KVPoolConnector
+from tests.vllm.engine import transfer_config
 
 #: Shared and limited, so that nobody is warned; made, but never opened.
 QUIET = "file:///never/opened?capacity=1GiB"
@@ -28,13 +29,7 @@ QUIET = "file:///never/opened?capacity=1GiB"
 def vllm_config(
     model: Path, extra: dict[str, Any] | None = None, policy: str = "recompute", **options: Any
 ) -> VllmConfig:
-    transfer = {
-        "kv_connector": "KVPoolConnector",
-        "kv_connector_module_path": "kvpool.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"store": QUIET} | (extra or {}),
-    }
+    transfer = transfer_config({"store": QUIET} | (extra or {}), policy=policy)
     arguments: dict[str, Any] = {"model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "block_size": 32}
     arguments |= {"kv_transfer_config": transfer, **options}
     return EngineArgs(**arguments).create_engine_config()

@@ -40,6 +40,19 @@ def environment() -> dict[str, str]:
     return dict(_before[0] if _before else os.environ)
 
 
+def transfer_config(
+    connector: Mapping[str, Any], *, policy: str = "recompute", role: str = "kv_both"
+) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` for an engine with kvpool. ``connector``: kvpool's extra config."""
+    return {
+        "kv_connector": "KVPoolConnector",
+        "kv_connector_module_path": "kvpool.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": dict(connector),
+    }
+
+
 def prompt(tokens: int, seed: int, start: Sequence[int] = ()) -> list[int]:
     """``tokens`` random token ids that begin with ``start``."""
     source = random.Random(seed)
@@ -95,13 +108,7 @@ class Engine:
             "disable_log_stats": True,
         }
         if connector is not None:
-            settings["kv_transfer_config"] = {
-                "kv_connector": "KVPoolConnector",
-                "kv_connector_module_path": "kvpool.vllm",
-                "kv_role": role,
-                "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": PATIENT | dict(connector),
-            }
+            settings["kv_transfer_config"] = transfer_config(PATIENT | dict(connector), policy=policy, role=role)
         _before.append(dict(os.environ))
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         try:

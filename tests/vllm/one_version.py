@@ -7,12 +7,12 @@ is computed again, an abort and a reset leave nothing behind.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import sys
 from pathlib import Path
 
 from tests.vllm.engine import ENVIRONMENT, Engine, prompt
+from tests.vllm.faults import Faults
 
 
 def main(model: str, folder: str, version: str) -> None:
@@ -23,9 +23,8 @@ def main(model: str, folder: str, version: str) -> None:
     from tests.vllm.models import dtype
 
     assert vllm.__version__ == version, f"vLLM {vllm.__version__} was imported from {vllm.__file__}"
-    script = Path(folder) / "faults.json"
-    script.write_text("[]")
-    store = {"url": "kvpool.testing.faults:FaultyStore", "store": f"file://{folder}/store", "script": str(script)}
+    faults = Faults(Path(folder, "faults.json"))
+    store = faults.url(f"file://{folder}/store")
     engine = Engine(Path(model), {"store": store, "failed_key_ttl_s": 0}, dtype=dtype(Path(model)))
     tokens = prompt(1000, seed=1)
     cold = engine.run(tokens)
@@ -39,19 +38,18 @@ def main(model: str, folder: str, version: str) -> None:
     engine.assert_at_rest()
 
     engine.forget()
-    script.write_text(json.dumps([{"kind": "absent", "op": "get"}]))
-    assert engine.run(tokens).near(cold)
+    with faults(kind="absent", op="get"):
+        assert engine.run(tokens).near(cold)
     assert engine.counters["load_missing_chunks"] > 0, "no load has failed"
     engine.assert_at_rest()
 
     engine.forget()
-    script.write_text(json.dumps([{"kind": "delay", "op": "get", "seconds": 0.2}]))
-    name = engine.add(tokens)
-    while not engine.connector.outstanding()["loads"]:
-        engine.step()
-    engine.abort(name)
-    engine.assert_at_rest()
-    script.unlink()
+    with faults(kind="delay", op="get", seconds=0.2):
+        name = engine.add(tokens)
+        while not engine.connector.outstanding()["loads"]:
+            engine.step()
+        engine.abort(name)
+        engine.assert_at_rest()
 
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     before = engine.counters["lookup_hits"]

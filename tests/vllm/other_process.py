@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENCE, PATIENT, environment, prompt
+from tests.vllm.engine import BLOCK, ENVIRONMENT, PATIENCE, PATIENT, environment, prompt, transfer_config
 
 
 def run_engine(
@@ -34,7 +34,7 @@ def run_phases(
 
 
 def outputs_of(module: str, *arguments: str, multiprocessing: bool, ranks: int) -> list[dict[str, Any]]:
-    """What ``python -m module`` handed to :func:`put_out`, a module that makes its engine with :func:`new_engine`."""
+    """What ``python -m module`` handed to :func:`put_out`."""
     variables = environment() | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function of ours in the worker's process
@@ -66,19 +66,12 @@ def new_engine(model: str, store: str, **options: Any) -> Any:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     from vllm import LLM
 
-    kv_transfer_config = {
-        "kv_connector": "KVPoolConnector",
-        "kv_connector_module_path": "kvpool.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**PATIENT, "store": store},
-    }
     return LLM(
         model=model,
         skip_tokenizer_init=True,
         seed=0,
         block_size=BLOCK,
-        kv_transfer_config=kv_transfer_config,
+        kv_transfer_config=transfer_config({**PATIENT, "store": store}),
         **options,
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engine import BLOCK, PATIENCE, PATIENT, prompt
+from tests.vllm.engine import BLOCK, PATIENCE, PATIENT, environment, prompt, transfer_config
 from tests.vllm.models import write_llama, write_tokenizer
 
 
@@ -29,13 +29,6 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        transfer = {
-            "kv_connector": "KVPoolConnector",
-            "kv_connector_module_path": "kvpool.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**PATIENT, "store": store},
-        }
         options: dict[str, object] = {
             "model": model,
             "served-model-name": "tiny",
@@ -46,22 +39,21 @@ class Server:
             "max-num-seqs": 8,
             "block-size": BLOCK,
             "kv-cache-memory-bytes": 64 << 20,
-            "kv-transfer-config": json.dumps(transfer),
+            "kv-transfer-config": json.dumps(transfer_config({**PATIENT, "store": store})),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        environment = {
-            **os.environ,
+        variables = environment() | {
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
-        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        variables.pop("VLLM_CPU_KVCACHE_SPACE", None)
         self._log = log
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager"],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=variables,
                 start_new_session=True,
             )
 

@@ -54,10 +54,7 @@ def heals(engine: Engine, tokens: list[int], local: Output) -> None:
     ("end", "length"),
     [
         ("bytes come late", 1000),
-        (
-            "bytes never come",
-            70,
-        ),  # Mooncake gives up one piece after the other, 3 s each
+        ("bytes never come", 70),  # Mooncake gives up one piece after the other, 3 s each
         ("aborted", 1000),
     ],
 )
