@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from secrets import token_bytes, token_hex
 from typing import Literal
 
@@ -164,7 +164,12 @@ def _telling(what: str, seconds: float = _ALL_S) -> Iterator[None]:
     """Say what is waited for, and until when, if it is not over at once. By a thread: a store may hold up the loop."""
     left = min(seconds, anyio.current_effective_deadline() - anyio.current_time())
     until = "" if left == math.inf else time.strftime("; given up at %H:%M:%S", time.localtime(time.time() + left))
-    timer = threading.Timer(_QUIET_S, _say, [f"wait  not yet {what}{until}"])
+
+    def tell() -> None:
+        with suppress(OSError):  # nobody reads any more: the next line of the examination's own ends it
+            _say(f"wait  not yet {what}{until}")
+
+    timer = threading.Timer(_QUIET_S, tell)
     timer.start()
     try:
         yield

@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,23 @@ def test_what_is_waited_for_is_told_at_once_and_until_when(
     assert lines[0] == "wait  not yet looked at its place", "nothing gives that up"
     for line, wait in zip(lines[1:], waits, strict=True):
         assert re.fullmatch(wait + at, line)
+
+
+def test_nobody_reads_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, failed = queue.Queue[str](), list[object]()
+
+    def saying(line: str) -> None:
+        if line.startswith("wait"):
+            told.put(line)
+            raise BrokenPipeError
+
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(doctor, "_say", saying)
+    monkeypatch.setattr(doctor, "_QUIET_S", 0.0)
+    monkeypatch.setattr(doctor, "named_store", lambda _: (Config.load({}), Slow()))
+    monkeypatch.setattr(Slow, "told", told, raising=False)
+    assert main(["doctor", "memory://"]) == 0
+    assert not failed
 
 
 @pytest.mark.parametrize(
